@@ -1,0 +1,93 @@
+"""Write a model of a known shape with random weights, rows to train it on, and a recipe: input for GPU runs.
+
+    python benchmarks/random_model.py qwen3-0.6b FOLDER --rows 512 --precision bf16 --steps 20
+
+Nothing is downloaded: the tokenizer is byte-level and the rows are random words, so a loss says nothing about
+language; what counts is that every profile gives the same one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from ftcli.testing import tiny_tokenizer
+
+SHAPES = {
+    "tiny": (
+        LlamaConfig,
+        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 512},
+    ),
+    "qwen3-0.6b": (
+        Qwen3Config,
+        {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    ),
+    "llama-3.2-1b": (
+        LlamaConfig,
+        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
+    ),
+}  # fmt: skip
+
+
+def write_model(shape: str, folder: Path) -> None:
+    """Write random float32 weights of a shape, drawn on the GPU if there is one, with a byte-level tokenizer."""
+    kind, sizes = SHAPES[shape]
+    config = kind(**sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=1)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def write_rows(path: Path, rows: int, seed: int = 0) -> None:
+    """Write prompts and completions of random words, of lengths between a few and a few hundred characters."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 8))) for _ in range(200)]
+
+    def text(most: int) -> str:
+        return " ".join(draw.choices(words, k=draw.randint(1, most)))
+
+    lines = [json.dumps({"prompt": text(20), "completion": text(60)}) for _ in range(rows)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Write model, rows and recipe into one folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    write_model(arguments.shape, arguments.folder / "model")
+    write_rows(arguments.folder / "train.jsonl", arguments.rows)
+    write_rows(arguments.folder / "eval.jsonl", 61, seed=1)
+    recipe = {
+        "task": "sft",
+        "precision": arguments.precision,
+        "model": {"name": str(arguments.folder / "model"), "dropout": 0.0},
+        "data": {"train": str(arguments.folder / "train.jsonl"), "eval": str(arguments.folder / "eval.jsonl")},
+        "batch": {"global_size": 16, "micro_size": 4},
+        "train": {"max_steps": arguments.steps},
+        "optimizer": {"learning_rate": arguments.learning_rate, "weight_decay": 0.1},
+        "schedule": {"name": "cosine", "warmup_steps": 4},
+        "evaluate": {"at_start": True},
+    }
+    (arguments.folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+
+
+if __name__ == "__main__":
+    main()

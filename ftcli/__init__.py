@@ -1,0 +1,65 @@
+"""Fine-tuning over Hugging Face Accelerate: a recipe says what is trained, a profile says where.
+
+The public names below are loaded on first use, so that `import ftcli` touches neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .artifacts import export as export
+    from .errors import InputError as InputError
+    from .generation import generate as generate
+    from .launcher import train as train
+    from .loop import evaluate as evaluate
+    from .loop import steps as steps
+    from .planning import check as check
+    from .recipe_file import load_recipe as load_recipe
+    from .run import prepare as prepare
+    from .run_folder import RunFolder as RunFolder
+    from .supervision import LaunchError as LaunchError
+
+__version__ = "0.1.0"
+
+# Public name -> module. No name may equal a module's: Python would hand out the module after its import.
+_HOMES = {
+    "InputError": "errors",
+    "LaunchError": "supervision",
+    "RunFolder": "run_folder",
+    "check": "planning",
+    "evaluate": "loop",
+    "export": "artifacts",
+    "generate": "generation",
+    "load_recipe": "recipe_file",
+    "prepare": "run",
+    "steps": "loop",
+    "train": "launcher",
+}
+
+__all__ = [
+    "InputError",
+    "LaunchError",
+    "RunFolder",
+    "check",
+    "evaluate",
+    "export",
+    "generate",
+    "load_recipe",
+    "prepare",
+    "steps",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ftcli' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

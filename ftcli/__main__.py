@@ -1,0 +1,45 @@
+"""`python -m ftcli` and `ftcli`: turns what a command raises into text on stderr and an exit code.
+
+0: done. 2: the user's input is wrong. 1: anything else. Knows no command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from .errors import EXIT_FAILED, EXIT_INPUT, InputError
+from .supervision import LaunchError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line `arguments` (default: this process's) and exit with the command's code."""
+    from .cli import app
+
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="ftcli")
+    except InputError as error:
+        if not _is_told_by_parent(error):
+            for problem in error.problems:
+                print(f"error: {problem}", file=sys.stderr)
+        sys.exit(EXIT_INPUT)
+    except LaunchError as error:  # the failing rank's error stands on stderr already
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+    except Exception as error:
+        if not _is_told_by_parent(error):
+            traceback.print_exc()
+        sys.exit(EXIT_FAILED)
+
+
+def _is_told_by_parent(error: Exception) -> bool:
+    """Return whether the launching ftcli prints this error, once for all ranks, as its last lines."""
+    return "FTCLI_LAUNCHED" in os.environ and getattr(error, "recorded", False)
+
+
+if __name__ == "__main__":
+    main()

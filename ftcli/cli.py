@@ -1,0 +1,208 @@
+"""The command line: parses, calls the function of the same name, prints. No logic, and no heavy import.
+
+Data goes to stdout, everything else to stderr. Exit codes are made in __main__.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="ftcli",
+    help="Fine-tune a model: a recipe says what is trained, a profile says on which hardware.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.")]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="NAME|PATH", help="Accelerate config: single, ddp, fsdp, zero3, or a file."),
+]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option("--num-processes", metavar="N", help="Processes over all machines. Default: all visible GPUs."),
+]
+CpuOption = Annotated[bool, typer.Option("--cpu", help="Use the CPU, whatever GPUs there are; rehearses any profile.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe, as optimizer.learning_rate=1e-4."),
+]
+AccelerateArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ACCELERATE_ARGUMENT", help="After --: passed on to `accelerate launch`."),
+]
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    accelerate_arguments: AccelerateArguments = None,
+    profile: ProfileOption = None,
+    num_processes: ProcessesOption = None,
+    num_machines: Annotated[int, typer.Option("--num-machines", metavar="M", help="Machines that take part.")] = 1,
+    machine_rank: Annotated[
+        int, typer.Option("--machine-rank", metavar="R", help="Which machine this is, from 0.")
+    ] = 0,
+    main_process_ip: Annotated[
+        str | None, typer.Option("--main-process-ip", metavar="A", help="Address of machine 0.")
+    ] = None,
+    main_process_port: Annotated[
+        int | None, typer.Option("--main-process-port", metavar="P", help="Free port on machine 0.")
+    ] = None,
+    cpu: CpuOption = False,
+    set_: SetOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="DIR", help="Run folder. Default: runs/<recipe's name>."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Two steps, one evaluation, one save: does all of it work?")
+    ] = False,
+) -> None:
+    """Train a recipe; with a profile, on several processes."""
+    from . import launcher
+
+    folder = launcher.train(
+        recipe,
+        profile,
+        num_processes=num_processes,
+        num_machines=num_machines,
+        machine_rank=machine_rank,
+        main_process_ip=main_process_ip,
+        main_process_port=main_process_port,
+        cpu=cpu,
+        overrides=set_ or (),
+        output=output,
+        dry_run=dry_run,
+        launch_arguments=_for_accelerate(accelerate_arguments),
+    )
+    if not launcher.is_launched():
+        print(folder.path)
+        raise typer.Exit(folder.status()["exit_code"])  # a run that was stopped is not done: 1
+
+
+@app.command()
+def check(
+    recipe: RecipeArgument,
+    profile: ProfileOption = None,
+    num_processes: ProcessesOption = None,
+    cpu: CpuOption = False,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Validate recipe and profile, print the plan."""
+    from . import planning
+
+    report = planning.check(recipe, profile, num_processes=num_processes, cpu=cpu, overrides=set_ or ())
+    print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+
+
+@app.command()
+def fetch(recipe: RecipeArgument, set_: SetOption = None) -> None:
+    """Bring a recipe's model and data onto this machine."""
+    from . import fetching
+
+    fetching.fetch(recipe, set_ or ())
+
+
+@app.command()
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    accelerate_arguments: AccelerateArguments = None,
+    profile: ProfileOption = None,
+    num_processes: ProcessesOption = None,
+    cpu: CpuOption = False,
+) -> None:
+    """Measure a run's weights on its evaluation rows."""
+    from . import launcher
+
+    metrics = launcher.evaluate_target(
+        target,
+        profile,
+        num_processes=num_processes,
+        cpu=cpu,
+        launch_arguments=_for_accelerate(accelerate_arguments),
+    )
+    if not launcher.is_launched():
+        print(json.dumps(metrics, indent=1))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the weights.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into its base model.")] = False,
+) -> None:
+    """Write a run's weights for transformers, checked."""
+    from . import artifacts
+
+    print(artifacts.export(run, directory, merge=merge))
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, model folder or hub name.")],
+    prompt: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="May be given several times.")],
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
+    ] = 128,
+) -> None:
+    """Answer prompts with a run's weights or any model."""
+    from . import generation
+
+    answers = generation.generate(target, prompt, max_new_tokens=max_new_tokens)
+    print("\n\n".join(answers))
+
+
+@app.command()
+def show(
+    what: Annotated[str, typer.Argument(metavar="recipes|profiles|tasks|RUN", help="A list, or a run folder.")],
+) -> None:
+    """List recipes, profiles, tasks; or describe a run."""
+    from . import listing
+
+    print("\n".join(listing.lines_about(what)))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, for an editor."""
+    from . import recipe_file
+
+    print(json.dumps(recipe_file.recipe_schema(), indent=1))
+
+
+@app.command()
+def quickstart() -> None:
+    """Train a small real model, show before and after."""
+    from . import quickstart as module
+
+    _print_result(module.quickstart())
+
+
+@app.command()
+def version() -> None:
+    """Print versions, for a report of a problem."""
+    from . import listing
+
+    print("\n".join(listing.versions()))
+
+
+def _for_accelerate(arguments: list[str] | None) -> list[str]:
+    """Return what stood after `--`; a stray word before it must not reach accelerate."""
+    if arguments and not arguments[0].startswith("-"):
+        raise typer.BadParameter(f"unexpected argument '{arguments[0]}'; those for accelerate start with a dash")
+    return arguments or []
+
+
+def _print_result(result: Any) -> None:
+    if result is not None:
+        print(result, file=sys.stdout)

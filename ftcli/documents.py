@@ -1,0 +1,209 @@
+"""YAML files as plain Python values that remember where each one stands, so that every error can name its
+line.
+
+Scalars follow YAML 1.2's core schema: 1e-4 is a number, and only true and false are booleans (on, off, yes
+and NO are text). A duplicate key is a problem. This module knows nothing of recipes, profiles or what a key
+means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import InputError, Problem
+
+Keys = tuple[str | int, ...]  # keys and list positions from the top of the document
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = [  # tag, pattern, characters it can begin with; "" is an empty value
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        [*"-+.0123456789"],
+    ),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    """Builds nodes only; which text is a number is decided by the table above."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            told = "aliases are not read here: write the value out"
+            raise yaml.composer.ComposerError(None, None, told, mark)
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or 1.2 would take for something else, so that it reads back as text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), _first)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML mapping: its values, the place of every key path, and the problems met while reading it."""
+
+    name: str
+    values: dict[str, Any]
+    places: dict[Keys, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def where(self, keys: Sequence[str | int]) -> str:
+        """Return the place of a key path as `file:line`, or of the nearest path above it that has one."""
+        for length in range(len(keys), -1, -1):
+            place = self.places.get(tuple(keys[:length]))
+            if place is not None:
+                return place
+        return self.name
+
+
+def read_document(path: str | Path) -> Document:
+    """Read a file whose top level is a mapping; an empty file is an empty mapping.
+
+    Duplicate keys come back as `problems`. Raises `InputError` with file and line for a file that is missing,
+    unreadable or no YAML.
+    """
+    name = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise InputError("no such file", where=name) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"is not UTF-8 text: byte {error.start} cannot be read", where=name) from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {(error.strerror or str(error)).lower()}", where=name) from None
+    if name.endswith(".json"):
+        text = text.replace("\t", " ")  # JSON may be indented by tabs, YAML may not
+    return parse_document(text, name)
+
+
+def parse_document(text: str, name: str) -> Document:
+    """Return the mapping in a YAML text; `name` stands for the file in messages."""
+    node = _compose(text, name)
+    if node is None:
+        return Document(name, {}, {(): f"{name}:1"})
+    if not isinstance(node, yaml.MappingNode):
+        hint = "it needs lines of the form `key: value`"
+        raise InputError("the file holds no mapping", where=f"{name}:{_line(node)}", hint=hint)
+    reader = _Reader(name)
+    values = reader.construct(node, ())
+    return Document(name, values, {(): f"{name}:1", **reader.places}, reader.problems)
+
+
+def parse_value(text: str, name: str) -> Any:
+    """Return the value that `text` is as YAML, by the rules of a file; raises `InputError` at `name`."""
+    node = _compose(text, name, lines=False)
+    if node is None:
+        return None
+    reader = _Reader(name, lines=False)
+    value = reader.construct(node, ())
+    if reader.problems:
+        raise InputError(reader.problems)
+    return value
+
+
+def dump_document(values: dict[str, Any]) -> str:
+    """Return YAML that reads back as equal values, here and in a YAML 1.1 reader; keys keep their order."""
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
+
+
+def by_place(problem: Problem) -> tuple[bool, int]:
+    """Return the key that sorts problems as a file is read, with those that stand in no line after them."""
+    line = problem.where.rpartition(":")[2]
+    return not line.isdigit(), int(line) if line.isdigit() else 0
+
+
+def _compose(text: str, name: str, *, lines: bool = True) -> Any:
+    try:
+        loader = _Loader(text)
+        return loader.get_single_node()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        place = f"{name}:{mark.line + 1}" if lines and mark is not None else name
+        told = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        context = getattr(error, "context", None)
+        raise InputError(f"not valid YAML: {told}" + (f" ({context})" if context else ""), where=place) from None
+    except RecursionError:
+        raise InputError("not valid YAML: nested too deeply", where=name) from None
+
+
+@dataclass
+class _Reader:
+    """Turns nodes into plain values, noting the place of every key path and each key given twice."""
+
+    name: str
+    lines: bool = True
+    places: dict[Keys, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def construct(self, node: Any, keys: Keys) -> Any:
+        """Return the plain value of a node that stands at `keys`."""
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, keys)
+        if isinstance(node, yaml.SequenceNode):
+            paths: list[Keys] = [(*keys, index) for index in range(len(node.value))]
+            self.places |= {path: self._place(item) for path, item in zip(paths, node.value, strict=True)}
+            return [self.construct(item, path) for path, item in zip(paths, node.value, strict=True)]
+        return self._scalar(node)
+
+    def _mapping(self, node: Any, keys: Keys) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = self._place(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(Problem("a key is a list or a mapping", place, "keys are plain text"))
+                continue
+            key, path = str(key_node.value), (*keys, str(key_node.value))
+            if key_node.tag not in (_TAG + "str", _TAG + "bool", _TAG + "null"):
+                self.problems.append(Problem(f"the key {key} is not text", place, "put it in quotes"))
+            elif path in self.places:
+                name = ".".join(map(str, path))
+                line = f", first given in line {self.places[path].rpartition(':')[2]}" if self.lines else ""
+                self.problems.append(Problem(f"duplicate key '{name}'{line}", place, "keep one of the two"))
+            else:
+                self.places[path] = place
+                mapping[key] = self.construct(value_node, path)
+        return mapping
+
+    def _scalar(self, node: Any) -> Any:
+        text, tag = str(node.value), str(node.tag).removeprefix(_TAG)
+        if tag == "str":
+            return text
+        pattern = next((pattern for name, pattern, _ in _SCALARS if name == tag), None)
+        if pattern is None or not re.fullmatch(pattern, text):
+            told = f"'{text}' with the tag {node.tag} is not read here"
+            self.problems.append(Problem(told, self._place(node), "write a plain value"))
+            return None
+        if tag == "null":
+            return None
+        if tag == "bool":
+            return text.lower() == "true"
+        if tag == "int":
+            return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+
+    def _place(self, node: Any) -> str:
+        return f"{self.name}:{_line(node)}" if self.lines else self.name
+
+
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1

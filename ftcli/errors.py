@@ -1,0 +1,42 @@
+"""What went wrong, where, and what to do: the only exceptions that ftcli raises on purpose.
+
+An `InputError` is the user's to mend and ends a command with exit code 2; every other exception ends it with 1.
+This module knows nothing of recipes, models or hardware.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_INPUT = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: what is wrong, where it stands (`file:line`, or a key), and what to do about it."""
+
+    what: str
+    where: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{head}\n    {self.hint}" if self.hint else head
+
+
+class InputError(Exception):
+    """The user's input is wrong. Carries every problem that was found, not the first one only."""
+
+    def __init__(self, problems: Iterable[Problem] | str, where: str = "", hint: str = "") -> None:
+        self.problems = [Problem(problems, where, hint)] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return a "did you mean" sentence for `word`, or an empty string when nothing known is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,197 @@
+"""What a training process does about trouble: failure records, stop requests, a dead parent, a failed peer.
+
+The launching side is supervision.py; the two meet only in environment variables and in the run folder's
+files. This module knows nothing of models, backends or recipes, and imports torch only inside functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from .errors import EXIT_FAILED, EXIT_INPUT, InputError
+from .run_folder import RunFolder
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+POLL_SECONDS = 0.5
+PEER_GRACE_SECONDS = 10.0
+
+
+@contextmanager
+def record_failure(folder: RunFolder | str | Path) -> Iterator[None]:
+    """Write errors/rank-<r>.json when the block raises, and let the exception go on.
+
+    An `InputError` is recorded with exit code 2, anything else with 1. Under torchrun its own error file is
+    written too, so that the summary of a bare launch names the exception. The exception gets the attribute
+    `recorded`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, GeneratorExit) and not (isinstance(error, SystemExit) and not error.code):
+            _write_record(_path_of(folder), error)
+        raise
+
+
+def _write_record(folder: Path, error: BaseException) -> None:
+    rank = _rank()
+    is_input = isinstance(error, InputError)
+    text = str(error)
+    name = type(error).__name__
+    record: dict[str, Any] = {
+        "rank": rank,
+        "time": time.time(),
+        "exit_code": EXIT_INPUT if is_input else EXIT_FAILED,
+        "message": text if is_input else f"{name}: {text}" if text else name,
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    }
+    run = RunFolder(folder)
+    status = run.status()
+    if status.get("state") == "running":
+        run.write_status("failed", status["step"], record["exit_code"], record["message"])
+    errors = run.errors
+    errors.mkdir(parents=True, exist_ok=True)
+    temporary = errors / f".rank-{rank}.{os.getpid()}"
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(errors / f"rank-{rank}.json")
+    error.recorded = True  # type: ignore[attr-defined]  # __main__ need not print it once more
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def failure_records(folder: RunFolder | str | Path) -> list[dict[str, Any]]:
+    """Return the failures that ranks have recorded in a run folder, the earliest first."""
+    paths = (_path_of(folder) / "errors").glob("rank-*.json")
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return sorted(records, key=lambda record: (record["time"], record["rank"]))
+
+
+class StopRequest:
+    """Whether this run was asked to end after the current step: by a signal, or the run folder's file `stop`.
+
+    Use as a context manager. Below ftcli's own parent only the file counts, because the parent owns the
+    signals; in this process alone, or under a bare `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count
+    too, and a second signal does what it did before. One rank per machine reads the file; ranks must agree
+    among themselves.
+    """
+
+    def __init__(self, folder: RunFolder | str | Path | None = None) -> None:
+        self.reason = ""
+        self._file = None if folder is None else _path_of(folder) / "stop"
+        self._launched = "FTCLI_LAUNCHED" in os.environ
+        self._reads_file = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        self._previous: dict[signal.Signals, Any] = {}
+        self._next_poll = 0.0
+
+    @classmethod
+    def listening(cls, folder: RunFolder | str | Path) -> StopRequest:
+        """Return a request to enter with `with`; one that is never entered hears no signal."""
+        return cls(folder)
+
+    def __enter__(self) -> StopRequest:
+        if not self._launched:
+            self._remove_file()  # left by an earlier run; a launching parent has removed it already
+            if threading.current_thread() is threading.main_thread():
+                for number in STOP_SIGNALS:
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+        if not self._launched:
+            self._remove_file()
+
+    def requested(self) -> bool:
+        """Return whether this process knows of a request; local, free of collectives and device syncs."""
+        if not self.reason and self._file and self._reads_file and time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + POLL_SECONDS
+            if self._file.exists():
+                self.reason = self._file.read_text(encoding="utf-8").strip() or "stop file"
+        return bool(self.reason)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.reason:  # the second: no more patience
+            self._restore()
+            os.kill(os.getpid(), number)
+        self.reason = signal.Signals(number).name
+
+    def _restore(self) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        self._previous.clear()
+
+    def _remove_file(self) -> None:
+        if self._file and self._reads_file:
+            self._file.unlink(missing_ok=True)
+
+
+def watch_parent() -> None:
+    """End this process within a second or so of the death of the parent that FTCLI_PARENT names, if any."""
+    if "FTCLI_PARENT" not in os.environ:
+        return
+    import psutil
+
+    parent = int(os.environ["FTCLI_PARENT"])
+    birth = psutil.Process(parent).create_time() if psutil.pid_exists(parent) else None
+
+    def is_gone() -> bool:
+        try:
+            process = psutil.Process(parent)
+            return bool(process.create_time() != birth or process.status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+    _watch("ftcli-parent", is_gone, "the ftcli process that launched this run is gone")
+
+
+def watch_peers(folder: RunFolder | str | Path) -> None:
+    """End this process when another rank has recorded a failure and this one still hangs ten seconds later.
+
+    A rank that waits inside a collective for a dead peer cannot run Python's signal handlers, and torchrun
+    would wait thirty seconds before it kills it.
+    """
+    began, path = time.time(), _path_of(folder)
+
+    def peer_failed() -> bool:
+        others = [item for item in failure_records(path) if item["rank"] != _rank() and item["time"] >= began]
+        return bool(others) and time.time() - others[0]["time"] > PEER_GRACE_SECONDS
+
+    _watch("ftcli-peers", peer_failed, "another rank has failed")
+
+
+def _watch(name: str, should_end: Callable[[], bool], why: str) -> None:
+    def watch() -> None:
+        while not should_end():
+            time.sleep(1.0)
+        print(f"ftcli: rank {_rank()} ends: {why}", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILED)  # the main thread may hang in a collective: nothing softer ends it
+
+    threading.Thread(target=watch, name=name, daemon=True).start()
+
+
+def ignore_signals_in_workers(worker_id: int) -> None:
+    """Make a DataLoader worker deaf to stop signals (`worker_init_fn`): its training process ends it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _path_of(folder: RunFolder | str | Path) -> Path:
+    return folder.path if isinstance(folder, RunFolder) else Path(folder)

@@ -1,0 +1,115 @@
+"""The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
+
+A backend is a module with `options`, `configure`, `fit`, `clip`, `settle` and `full_parameter`; `build` picks it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from . import ddp, deepspeed, fsdp, precision, rehearsal
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+
+    from ..planning import Plan
+    from ..recipe import Recipe
+
+BACKENDS: dict[str, ModuleType] = {
+    "NO": ddp,
+    "MULTI_GPU": ddp,
+    "MULTI_CPU": ddp,
+    "FSDP": fsdp,
+    "DEEPSPEED": deepspeed,
+}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run trains on: Accelerate's accelerator, the backend's own ways, and the ranks that must agree."""
+
+    accelerator: Accelerator
+    backend: ModuleType
+    ranks: Ranks
+    distributed_type: str  # as Accelerate names it, with MULTI_CPU told apart from MULTI_GPU
+
+    def fit(self, model: nn.Module) -> nn.Module:
+        """Return the model as the backend needs it before `prepare`, on the device where the backend wants that."""
+        model = self.backend.fit(self.accelerator, model)
+        return model
+
+    def clip(self, model: nn.Module, max_norm: float | None) -> Tensor:
+        """Clip gradients to a global 2-norm and return the norm before clipping, a float32 scalar on the device."""
+        norm: Tensor = self.backend.clip(self.accelerator, model, max_norm)
+        return norm
+
+    def parameters(self, model: nn.Module, *, trained_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield (name, whole value on the host) of every parameter; the value is None except on the main process.
+
+        A collective: every rank iterates to the end. One parameter is whole at a time. Names are those of the
+        model before `prepare`; a tied weight comes once, under its first name.
+        """
+        inner = self.accelerator.unwrap_model(model)
+        self.backend.settle(inner)
+        for name, parameter in inner.named_parameters():
+            if parameter.requires_grad or not trained_only:
+                value = self.backend.full_parameter(parameter)
+                yield name, value.detach().cpu() if self.ranks.is_main else None
+
+    def check_dtypes(self, model: nn.Module, recipe: Recipe) -> str:
+        """Return the dtype policy as one line of text; raises when the prepared model does not follow it."""
+        return precision.check(self.accelerator.unwrap_model(model), recipe)
+
+    def close(self) -> None:
+        """Leave the process group in good order."""
+        self.ranks.close()
+
+
+def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder: str | None) -> Hardware:
+    """Return the hardware of this process; creates the Accelerator and, with it, the process group.
+
+    Precision and accumulation are the recipe's and the plan's; the profile reaches Accelerate through the launcher's
+    environment. On CPU processes every profile is rehearsed over gloo.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+
+    rehearsal.forget_former_runs()
+    if cpu or not rehearsal.has_accelerator():
+        rehearsal.start_on_cpu()
+    backend = deepspeed if _asks("DEEPSPEED") else fsdp if _asks("FSDP") else ddp
+    options: dict[str, Any] = backend.options(recipe)
+    accelerator = Accelerator(
+        device_placement=False,  # a whole window of batches must not sit on the device
+        dataloader_config=DataLoaderConfiguration(even_batches=False, dispatch_batches=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=plan.accumulation, sync_with_dataloader=False
+        ),
+        rng_types=[],  # every process seeds itself from (seed, step, rank)
+        log_with=trackers or None,
+        project_dir=folder,
+        **options,
+    )
+    distributed_type = str(accelerator.distributed_type).rpartition(".")[2]
+    chosen = BACKENDS[distributed_type]
+    chosen.configure(accelerator, recipe, plan)
+    return Hardware(accelerator, chosen, Ranks(accelerator), distributed_type)
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of the whole parameter, also where this process holds a piece, or nothing, of it."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 loads models in pieces
+    return shape
+
+
+def _asks(name: str) -> bool:
+    """Say whether the launcher's environment asks for a backend, in the words of Accelerate."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"

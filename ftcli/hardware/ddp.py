@@ -1,0 +1,48 @@
+"""One process, or whole copies of the model on several: DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+
+    from ..planning import Plan
+    from ..recipe import Recipe
+
+
+def options(recipe: Recipe) -> dict[str, Any]:
+    """Return what the Accelerator is made with: autocast to the recipe's precision."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    return {
+        "mixed_precision": "no" if recipe.precision == "fp32" else recipe.precision,
+        # Buffers are equal on every rank already (frozen statistics) or must not be copied from rank 0 (trained ones).
+        "kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+    }
+
+
+def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
+    """Nothing to settle after the Accelerator exists."""
+
+
+def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return the model on the device."""
+    return model.to(accelerator.device)
+
+
+def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None) -> Tensor:
+    """Clip in place; return the norm before clipping."""
+    limit = float("inf") if max_norm is None else max_norm
+    norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
+    return norm
+
+
+def full_parameter(parameter: nn.Parameter) -> Tensor:
+    """Return the parameter: it is whole everywhere."""
+    return parameter.data
+
+
+def settle(model: nn.Module) -> None:
+    """Nothing to do before parameters are read."""

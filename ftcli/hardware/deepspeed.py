@@ -1,0 +1,57 @@
+"""Sharded optimizer state, gradients and weights: DeepSpeed's ZeRO, which steps and clips inside backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+
+    from ..planning import Plan
+    from ..recipe import Recipe
+
+
+def options(recipe: Recipe) -> dict[str, Any]:
+    """Return what the Accelerator is made with: precision goes into DeepSpeed's own configuration."""
+    return {"mixed_precision": "no"}
+
+
+def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
+    """Write the recipe's and the plan's numbers into DeepSpeed's configuration, where Accelerate's would win."""
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    config["train_micro_batch_size_per_gpu"] = plan.micro_size
+    config["gradient_accumulation_steps"] = plan.accumulation
+    config["train_batch_size"] = plan.global_size
+    config["gradient_clipping"] = recipe.optimizer.max_grad_norm or 0.0  # 0: DeepSpeed does not clip
+    if recipe.precision == "bf16":
+        # Not bf16.enabled: that makes the float32 master weights out of rounded ones. No module may send its
+        # weights or gradients in lower precision, so sums stay float32 as on every other backend.
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+
+
+def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return the model as it is; DeepSpeed's engine moves it."""
+    return model
+
+
+def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None) -> Tensor:
+    """Return the global norm before clipping; DeepSpeed clipped, with the value that `configure` wrote, and stepped."""
+    norm: Any = model.get_global_grad_norm()  # type: ignore[operator]
+    return torch.as_tensor(norm, dtype=torch.float32)
+
+
+def full_parameter(parameter: nn.Parameter) -> Tensor:
+    """Return the whole parameter, gathered over the ranks when ZeRO-3 has it in pieces."""
+    if not hasattr(parameter, "ds_id"):
+        return parameter.data
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        return parameter.data.clone()
+
+
+def settle(model: nn.Module) -> None:
+    """Nothing to do before parameters are read."""

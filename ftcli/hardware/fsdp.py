@@ -1,0 +1,72 @@
+"""Sharded weights, gradients and optimizer state: PyTorch's fully_shard, through Accelerate's FSDP2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+
+    from ..planning import Plan
+    from ..recipe import Recipe
+
+
+def options(recipe: Recipe) -> dict[str, Any]:
+    """Return what the Accelerator is made with: bf16 shards for compute, float32 sums of gradients."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin()  # reads the profile from the launcher's environment
+    if recipe.precision == "bf16":
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # Accelerate would also reduce gradients in bfloat16, and cast what every unit returns, losses included. Our
+        # losses are float32 when they leave the model; an output dtype would turn the activations between units too.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=None
+        )
+    return {"mixed_precision": "no" if recipe.precision == "fp32" else recipe.precision, "fsdp_plugin": plugin}
+
+
+def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
+    """Nothing to settle after the Accelerator exists."""
+
+
+def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return the model on the host; sharding moves it. A model without input embeddings says so without an error."""
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        inner = inner.get_base_model()
+    try:
+        inner.get_input_embeddings()
+    except NotImplementedError:
+        # Accelerate asks for them to shard them apart (its own unit); None means there are none.
+        inner.get_input_embeddings = lambda: None
+        model.get_input_embeddings = lambda: None  # type: ignore[assignment]
+    return model
+
+
+def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None) -> Tensor:
+    """Clip in place; return the global norm before clipping as a plain tensor."""
+    limit = float("inf") if max_norm is None else max_norm
+    norm: Any = accelerator.clip_grad_norm_(model.parameters(), limit)
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
+
+
+def full_parameter(parameter: nn.Parameter) -> Tensor:
+    """Return the whole parameter, gathered over the ranks."""
+    value: Any = parameter.data
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole
+
+
+def settle(model: nn.Module) -> None:
+    """Return every unit to its shards: the outermost stays whole after a forward, and is freed under its readers."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,63 @@
+"""What ranks must agree on, in small messages over a host-side group, so that no device ever waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+
+
+class Ranks:
+    """The processes of a run. With one process everything is local and free."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.is_main = accelerator.is_main_process
+        self._group = dist.new_group(backend="gloo") if self.world > 1 else None
+
+    def sum_later(self, values: list[int]) -> Callable[[], list[int]]:
+        """Start adding up int64 values over all ranks, modulo 2^64; the returned function waits for the sums."""
+        message = torch.from_numpy(np.array([value % 2**64 for value in values], dtype=np.uint64).view(np.int64))
+        work = dist.all_reduce(message, group=self._group, async_op=True) if self.world > 1 else None
+
+        def sums() -> list[int]:
+            if work is not None:
+                work.wait()
+            return message.tolist()
+
+        return sums
+
+    def gather(self, values: NDArray) -> NDArray:
+        """Return the values `[n, ...]` of all ranks, concatenated in order of rank; n is equal on all of them."""
+        if self.world == 1:
+            return values
+        mine = torch.from_numpy(np.ascontiguousarray(values))
+        parts = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(parts, mine, group=self._group)
+        return torch.cat(parts).numpy()
+
+    def sum_on_device(self, value: Tensor) -> Tensor:
+        """Return the sum of a device tensor over all ranks, without waiting for the device."""
+        total = value.detach().clone()
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        """Meet the other ranks once more, then leave the process group."""
+        if dist.is_initialized():
+            self.barrier()
+            dist.destroy_process_group()

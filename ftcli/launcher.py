@@ -1,0 +1,338 @@
+"""Starts a run: in this process, or as one `accelerate launch` below it; the same for shell and notebook.
+
+Everything the user wrote is checked here, in the parent, before any model loads. This module knows command
+lines and counts processes; what a launched command does to its run folder is supervision.py's. Light: never
+imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .devices import check_devices, count_cores, count_processes
+from .errors import InputError, Problem
+from .run_folder import RunFolder
+from .supervision import LaunchError, say, supervise
+
+if TYPE_CHECKING:
+    from .profiles import Profile
+    from .recipe import Recipe
+
+__all__ = ["LaunchError", "Machines", "count_processes", "evaluate_target", "launch", "launch_line", "train"]
+
+# Arguments of `accelerate launch` that others decide, and who; its parser also takes any abbreviation.
+OWNED_ARGUMENTS = {
+    "config_file": "give --profile",
+    "num_processes": "give --num-processes to ftcli",
+    "num_machines": "give --num-machines to ftcli",
+    "machine_rank": "give --machine-rank to ftcli",
+    "main_process_ip": "give --main-process-ip to ftcli",
+    "main_process_port": "give --main-process-port to ftcli",
+    "cpu": "give --cpu to ftcli",
+    "gpu_ids": "set CUDA_VISIBLE_DEVICES",
+    "mixed_precision": "set precision in the recipe",
+    "module": "ftcli starts itself",
+    "no_python": "ftcli starts itself",
+}
+PROFILE_PREFIXES = (
+    "multi_gpu",
+    "tpu",
+    "use_",
+    "fsdp_",
+    "zero",
+    "offload_",
+    "deepspeed_",
+    "gradient_",
+    "dynamo_",
+    "megatron_",
+    "parallelism_",
+    "fp8_",
+)
+
+
+def train(
+    recipe: str | Path | Recipe,
+    profile: str | Path | None = None,
+    *,
+    num_processes: int | None = None,
+    num_machines: int = 1,
+    machine_rank: int = 0,
+    main_process_ip: str | None = None,
+    main_process_port: int | None = None,
+    cpu: bool = False,
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    dry_run: bool = False,
+    launch_arguments: Sequence[str] = (),
+) -> RunFolder:
+    """Train a recipe and return its run folder, whose `status()` says whether it is done or was stopped.
+
+    Without a profile, and inside a launched worker, it trains in this process; with one it starts one
+    subprocess. `num_processes` counts all processes of all machines. Raises `InputError` for what the user
+    can mend and `LaunchError` when launched processes fail.
+    """
+    from .planning import derive_plan
+    from .profiles import check_pair
+    from .recipe_file import run_output
+
+    loaded = _load(recipe, overrides)
+    chosen = _chosen_profile(profile)
+    if chosen is not None and (problems := check_pair(loaded, chosen)):
+        raise InputError(problems)
+    folder = RunFolder(run_output(recipe if isinstance(recipe, str | Path) else loaded.task, loaded, output))
+    if chosen is None or is_launched():
+        from .run import work
+
+        if not is_launched():
+            _check_without_profile(num_processes, num_machines, launch_arguments)
+            derive_plan(loaded, 1)
+        work(loaded, chosen, output=folder.path, cpu=cpu, dry_run=dry_run)
+        return folder
+    machines = Machines.of(chosen, num_machines, machine_rank, main_process_ip, main_process_port)
+    world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines.count)
+    if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
+        raise InputError(problems)
+    derive_plan(loaded, world)
+    if num_processes is None and cpu and world > 1:
+        say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
+    if machines.rank == 0:
+        folder.claim()
+    worker = ["train", _file_for_workers(recipe, folder), *(f"--set={override}" for override in overrides)]
+    worker += ["--output", str(folder.path)] + ["--cpu"] * cpu + ["--dry-run"] * dry_run
+    launch(
+        worker,
+        profile=chosen,
+        num_processes=world,
+        machines=machines,
+        cpu=cpu,
+        folder=folder,
+        launch_arguments=launch_arguments,
+    )
+    return folder
+
+
+def evaluate_target(
+    target: str | Path,
+    profile: str | Path | None = None,
+    *,
+    num_processes: int | None = None,
+    cpu: bool = False,
+    launch_arguments: Sequence[str] = (),
+) -> dict[str, float]:
+    """Evaluate the run folder `target` on its recipe's evaluation rows and return the metrics.
+
+    Launched like `train`: in this process without a profile, as one subprocess with one. The worker writes
+    evaluation.json into the folder. Raises `InputError` when there is no run, `LaunchError` when processes
+    fail.
+    """
+    folder = RunFolder(target)
+    if not (folder.path / "recipe.yaml").exists():
+        raise InputError(f"{folder.path} holds no run", hint="give the folder that --output named")
+    chosen = _chosen_profile(profile)
+    if chosen is None or is_launched():
+        from .run import evaluate_run
+
+        if not is_launched():
+            _check_without_profile(num_processes, 1, launch_arguments)
+        return evaluate_run(folder.path, chosen, cpu=cpu)
+    machines = Machines.of(chosen, 1, 0, None, None)
+    if machines.count > 1:
+        raise InputError(f"profile {chosen.name} asks for {machines.count} machines, evaluating takes one")
+    world = count_processes(chosen, num_processes, cpu=cpu)
+    if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
+        raise InputError(problems)
+    worker = ["evaluate", str(folder.path)] + ["--cpu"] * cpu
+    launch(
+        worker,
+        profile=chosen,
+        num_processes=world,
+        cpu=cpu,
+        folder=folder,
+        launch_arguments=launch_arguments,
+        result="evaluation.json",
+    )
+    metrics: dict[str, float] = json.loads((folder.path / "evaluation.json").read_text(encoding="utf-8"))
+    return metrics
+
+
+@dataclass(frozen=True)
+class Machines:
+    """How many machines take part, which one this is, and where rank 0 listens."""
+
+    count: int = 1
+    rank: int = 0
+    main_ip: str | None = None
+    main_port: int | None = None
+
+    @classmethod
+    def of(cls, profile: Profile, count: int, rank: int, ip: str | None, port: int | None) -> Machines:
+        """Return what the command line says; what it leaves open a multi-machine profile may fix."""
+        values = profile.values
+        return cls(
+            count=count if count != 1 else profile.num_machines,
+            rank=rank or int(values.get("machine_rank") or 0),
+            main_ip=ip or values.get("main_process_ip"),
+            main_port=port or values.get("main_process_port"),
+        )
+
+
+def launch(
+    worker_arguments: Sequence[str],
+    *,
+    profile: Profile,
+    num_processes: int,
+    folder: RunFolder,
+    machines: Machines = Machines(),
+    cpu: bool = False,
+    launch_arguments: Sequence[str] = (),
+    result: str = "status.json",
+) -> None:
+    """Run `ftcli WORKER_ARGUMENTS` on `num_processes` processes by one `accelerate launch`; see it through.
+
+    Raises `LaunchError` when it fails. `result` is the file of the run folder that says it succeeded.
+    """
+    assert profile.path is not None  # only a worker's profile has no file
+    shown = launch_line(worker_arguments, profile, num_processes, machines, launch_arguments)
+    say(f"ftcli: the same by accelerate alone: {shlex.join(shown)}")
+    local = num_processes // machines.count
+    environment = {
+        "FTCLI_PROFILE": str(profile.path.resolve()),
+        # Accelerate's own default is one thread, also for a single process on a CPU.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // local)),
+        "PYTHONPATH": os.pathsep.join(_import_path()),
+    }
+    if cpu:  # a rehearsal must not touch the GPUs that may be there; DeepSpeed would pick them by itself
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    port = ["--main_process_port", "0"] if machines.count == 1 and machines.main_port is None else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *port, *shown[2:]]
+    supervise(command, folder=folder, environment=environment, result=result if machines.rank == 0 else None)
+
+
+def launch_line(
+    worker_arguments: Sequence[str],
+    profile: Profile,
+    num_processes: int,
+    machines: Machines = Machines(),
+    launch_arguments: Sequence[str] = (),
+) -> list[str]:
+    """Return the bare `accelerate launch` command that does the same as ftcli's launcher."""
+    line = ["accelerate", "launch", "--config_file", str(profile.path), "--num_processes", str(num_processes)]
+    if machines.count > 1:
+        line += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]
+    if machines.main_ip is not None:
+        line += ["--main_process_ip", machines.main_ip]
+    if machines.main_port is not None:
+        line += ["--main_process_port", str(machines.main_port)]
+    return [*line, *launch_arguments, "-m", "ftcli", *worker_arguments]
+
+
+def _chosen_profile(named: str | Path | None) -> Profile | None:
+    """Return the profile that was named, or what a launcher above says; None: train in this process."""
+    from .profiles import load_profile, profile_from_environment, user_default
+
+    if is_launched():
+        if "FTCLI_PROFILE" in os.environ:
+            return load_profile(os.environ["FTCLI_PROFILE"])
+        if (default := user_default(os.environ)) is not None and os.environ.get("RANK", "0") == "0":
+            say(f"ftcli: note: {default} exists; a bare launch without --config_file follows it")
+        found = profile_from_environment(os.environ)
+        if named is not None and load_profile(named).distributed_type != found.distributed_type:
+            raise InputError(
+                f"--profile {named} was given, but the launcher started {found.distributed_type}",
+                hint=f"give the launcher --config_file, or start it with: ftcli train RECIPE --profile {named}",
+            )
+        return found
+    return None if named is None else load_profile(named)
+
+
+def is_launched() -> bool:
+    """Return whether this process is a worker already: ours, torchrun's, or a bare `accelerate launch`'s."""
+    names = os.environ
+    by_torchrun = "TORCHELASTIC_RUN_ID" in names or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= names.keys()
+    # For distributed_type NO there is no torchrun; its launcher always sets these three together.
+    by_accelerate = {
+        "ACCELERATE_USE_CPU",
+        "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_DYNAMO_BACKEND",
+    } <= names.keys()
+    return "FTCLI_LAUNCHED" in names or by_torchrun or by_accelerate
+
+
+def _launch_problems(
+    profile: Profile, world: int, machines: Machines, launch_arguments: Sequence[str], *, cpu: bool
+) -> list[Problem]:
+    """Return every reason not to launch that can be known before anything starts."""
+    problems = check_devices(profile, world, cpu=cpu, num_machines=machines.count) + _owned(launch_arguments)
+    if machines.count < 1 or not 0 <= machines.rank < max(machines.count, 1):
+        what = f"--machine-rank {machines.rank} of --num-machines {machines.count}"
+        problems.append(Problem(what, hint="ranks count from 0 to the number of machines - 1"))
+    elif machines.count > 1:
+        if profile.distributed_type == "NO":
+            problems.append(Problem(f"profile {profile.name} runs on one machine", hint="choose a distributed one"))
+        if world % machines.count:
+            what = f"{world} processes cannot be shared out over {machines.count} machines"
+            problems.append(Problem(what, hint="--num-processes counts the processes of all machines"))
+        if machines.main_ip is None or machines.main_port is None:
+            what = "several machines need --main-process-ip and --main-process-port"
+            problems.append(Problem(what, hint="address of machine 0, and a free port there; the same on all"))
+    return problems
+
+
+def _owned(launch_arguments: Sequence[str]) -> list[Problem]:
+    """Return the arguments for accelerate that would silently beat the profile, the recipe or ftcli."""
+    problems = []
+    for argument in launch_arguments:
+        name = "module" if argument == "-m" else argument.split("=")[0].replace("-", "_").removeprefix("__")
+        if not argument.startswith("--") and argument != "-m":
+            continue
+        hints = [hint for owned, hint in OWNED_ARGUMENTS.items() if owned.startswith(name)]
+        if name.startswith(PROFILE_PREFIXES):
+            hints.append("write it in the profile")
+        if hints:
+            problems.append(Problem(f"{argument} is not accelerate's to decide here", hint=hints[0]))
+    return problems
+
+
+def _check_without_profile(num_processes: int | None, num_machines: int, launch_arguments: Sequence[str]) -> None:
+    count_processes(None, num_processes)
+    if num_machines != 1:
+        raise InputError("several machines need a profile", hint="--profile ddp, fsdp or zero3")
+    if launch_arguments:
+        raise InputError(
+            f"arguments for accelerate need a profile: {shlex.join(launch_arguments)}",
+            hint="without a profile the run stays in this process and accelerate launches nothing",
+        )
+
+
+def _load(recipe: str | Path | Recipe, overrides: Sequence[str]) -> Recipe:
+    from .recipe_file import load_recipe
+
+    if isinstance(recipe, str | Path):
+        return load_recipe(recipe, overrides)
+    if overrides:
+        raise InputError("overrides need a recipe file", hint="change the Recipe object, or pass its path")
+    return recipe
+
+
+def _file_for_workers(recipe: str | Path | Recipe, folder: RunFolder) -> str:
+    """Return the path of the recipe for the workers; a Recipe object is written into the run folder."""
+    from .recipe_file import dump_recipe, find_recipe
+
+    if isinstance(recipe, str | Path):
+        return str(find_recipe(recipe))
+    folder.write_text("recipe.yaml", dump_recipe(recipe))
+    return str(folder.path / "recipe.yaml")
+
+
+def _import_path() -> list[str]:
+    """Return PYTHONPATH for the workers: they must import the same ftcli, also from a bare checkout."""
+    given = [item for item in os.environ.get("PYTHONPATH", "").split(os.pathsep) if item]
+    home = str(Path(__file__).resolve().parent.parent)
+    return given if home in given or home.endswith("-packages") else [*given, home]

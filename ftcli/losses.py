@@ -1,0 +1,69 @@
+"""Losses as sums in float32, and the one change made to a causal model: its forward returns them itself.
+
+Shapes: B rows, T positions, H hidden, V vocabulary, N trained positions of a micro-batch. Every parameter is
+touched inside the prepared module's own call; outside it the head would be a shard, or bypass DDP's reducer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# Logits that are turned to float32 at once: 2^27 elements are 512 MiB. More are done in pieces, and again backward.
+PIECE = 2**27
+
+
+def cross_entropy_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the negative log-likelihood `[N]` float32 of `targets [N]` under `logits [N, V]`; -100 gives 0."""
+    return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=-100)
+
+
+def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return `cross_entropy_rows` without ever holding float32 logits of more than `PIECE` elements."""
+    rows = max(1, PIECE // logits.shape[-1])
+    if logits.shape[0] <= rows:
+        return cross_entropy_rows(logits, targets)
+    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
+    return torch.cat([_again_backward(cross_entropy_rows, piece, target) for piece, target in pieces])
+
+
+def _again_backward(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    result: Tensor = checkpoint(function, *tensors, use_reentrant=False)
+    return result
+
+
+def return_token_nll(model: nn.Module) -> None:
+    """Change a causal model in place so that `model(**batch, positions=..., targets=...)` returns {"nll": [N]}.
+
+    `positions [N]` index the flattened `[B * T]` hidden states that predict `targets [N]`; the head runs on those
+    only, so no logits exist for prompt or padding. What the model does to logits after its head (soft-capping,
+    scaling) it does as before. Called without `targets` the model answers as transformers wrote it. Parameter names
+    stay.
+    """
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        inner = inner.get_base_model()
+    head = inner.get_output_embeddings()
+    forward, head_forward = inner.forward, head.forward
+    wanted: list[Tensor] = []  # the positions of the call in progress
+
+    def at_wanted(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return head_forward(hidden.flatten(0, -2)[wanted[0]] if wanted else hidden, *args, **kwargs)
+
+    def nll(*args: Any, positions: Tensor | None = None, targets: Tensor | None = None, **kwargs: Any) -> Any:
+        if positions is None or targets is None:
+            return forward(*args, **kwargs)
+        wanted.append(positions)
+        try:
+            logits = forward(*args, use_cache=False, **kwargs).logits
+        finally:
+            wanted.clear()
+        return {"nll": token_nll(logits, targets)}
+
+    head.forward = at_wanted
+    inner.forward = nll

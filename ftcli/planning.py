@@ -1,0 +1,210 @@
+"""What a recipe means on a given number of processes: micro-batches, accumulation, steps, warm-up, disk.
+
+Everything here is arithmetic on numbers the recipe and the world give; accumulation is derived and never written by
+anybody. This module never imports torch and never loads a model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import InputError
+
+if TYPE_CHECKING:
+    from .recipe import Recipe, Train
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One recipe on one world. Sizes are in rows; `steps` counts optimizer steps; None: rows not known yet."""
+
+    processes: int
+    global_size: int
+    micro_size: int
+    accumulation: int
+    rows: int | None
+    steps_per_epoch: int | None
+    steps: int | None
+    warmup_steps: int | None
+
+
+def derive_batches(global_size: int, micro_size: int, processes: int) -> tuple[int, int]:
+    """Return (rows per forward, forwards per optimizer step) of one process.
+
+    The first is the largest divisor of a process's share that is not above `micro_size`. Raises `InputError` when
+    the global batch cannot be shared out evenly, naming the nearest sizes that can.
+    """
+    if global_size % processes:
+        below = global_size - global_size % processes
+        sizes = [str(size) for size in (below, below + processes) if size > 0]
+        raise InputError(
+            f"batch.global_size {global_size} cannot be shared out over {processes} processes",
+            hint=f"use {' or '.join(sizes)}, or a number of processes that divides {global_size}",
+        )
+    share = global_size // processes
+    micro = max(size for size in range(1, min(micro_size, share) + 1) if share % size == 0)
+    return micro, share // micro
+
+
+def derive_steps(train: Train, rows: int | None, global_size: int) -> tuple[int | None, int | None]:
+    """Return (steps per epoch, steps of the run); each epoch is cut to a multiple of the global batch."""
+    per_epoch = None if rows is None else rows // global_size
+    if per_epoch == 0:
+        raise InputError(
+            f"data.train has {rows} rows, fewer than batch.global_size {global_size}",
+            hint="add rows, or lower batch.global_size",
+        )
+    if train.max_steps is not None:
+        return per_epoch, train.max_steps
+    assert train.epochs is not None
+    return per_epoch, None if per_epoch is None else math.ceil(round(train.epochs * per_epoch, 6))
+
+
+def derive_plan(recipe: Recipe, processes: int, rows: int | None = None) -> Plan:
+    """Return the plan of `recipe` on `processes` processes; `rows` is the number of training rows, if known."""
+    micro, accumulation = derive_batches(recipe.batch.global_size, recipe.batch.micro_size, processes)
+    per_epoch, steps = derive_steps(recipe.train, rows, recipe.batch.global_size)
+    warmup = recipe.schedule.warmup_steps
+    warmup_steps: int | None = int(warmup)
+    if 0 < warmup < 1:
+        warmup_steps = None if steps is None else math.ceil(round(warmup * steps, 6))
+    if steps is not None and warmup_steps is not None and warmup_steps > steps:
+        raise InputError(
+            f"schedule.warmup_steps is {warmup_steps}, longer than the run of {steps} steps",
+            hint="lower it, or give a fraction below 1",
+        )
+    return Plan(
+        processes=processes,
+        global_size=recipe.batch.global_size,
+        micro_size=micro,
+        accumulation=accumulation,
+        rows=rows,
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        warmup_steps=warmup_steps,
+    )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `ftcli check` found out: every line is one fact."""
+
+    recipe: str
+    profile: str
+    plan: Plan
+    facts: dict[str, Any]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, for `--json`."""
+        return {
+            "recipe": self.recipe,
+            "profile": self.profile,
+            "plan": asdict(self.plan),
+            **self.facts,
+            "notes": self.notes,
+        }
+
+    def lines(self) -> list[str]:
+        """Return the report as text, one fact a line."""
+        plan = self.plan
+        unknown = "not known until the rows are prepared (ftcli fetch, or the first train)"
+        rows: dict[str, Any] = {
+            "recipe": self.recipe,
+            "profile": self.profile,
+            "processes": plan.processes,
+            "rows per step": f"{plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches "
+            f"x {plan.processes} processes",
+            "training rows": unknown if plan.rows is None else plan.rows,
+            "steps": unknown if plan.steps is None else plan.steps,
+            "warm-up steps": unknown if plan.warmup_steps is None else plan.warmup_steps,
+            **self.facts,
+        }
+        width = max(len(name) for name in rows)
+        return [f"{name:<{width}}  {value}" for name, value in rows.items()] + [f"note: {note}" for note in self.notes]
+
+
+def check(
+    recipe: str | Path,
+    profile: str | Path | None = None,
+    *,
+    num_processes: int | None = None,
+    cpu: bool = False,
+    overrides: Sequence[str] = (),
+) -> Report:
+    """Validate a recipe with a profile and return the derived plan; loads no model and never imports torch.
+
+    Raises `InputError` with every problem found in the recipe, the profile and their pairing, and for data or a
+    model that is not there.
+    """
+    from .cache import known_rows
+    from .devices import check_devices, count_processes
+    from .profiles import check_pair, load_profile
+    from .recipe_file import find_recipe, load_recipe
+    from .rows import check_source
+
+    path = find_recipe(recipe)
+    loaded = load_recipe(path, overrides)
+    chosen = load_profile(profile) if profile is not None else None
+    if chosen is not None and (problems := check_pair(loaded, chosen)):
+        raise InputError(problems)
+    for source in (loaded.data.train, loaded.data.eval):
+        if source is not None:
+            check_source(source, loaded.data.columns)
+    counts = known_rows(loaded)
+    world = count_processes(chosen, num_processes, cpu=cpu)
+    plan = derive_plan(loaded, world, counts["train"] if counts else None)
+    facts, notes = _size_facts(loaded)
+    notes += _exactness_notes(loaded)
+    notes += [f"{problem.what} ({problem.hint})" for problem in check_devices(chosen, world, cpu=cpu)]
+    if chosen is None:
+        notes.append("no profile: trains in one process, on the GPU if there is one")
+    return Report(str(path), "none" if chosen is None else chosen.name, plan, facts, notes)
+
+
+def _size_facts(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+    """Return what is known of tokens per step and of the disk that `final/` needs."""
+    from .rows import model_folder
+
+    facts: dict[str, Any] = {}
+    notes: list[str] = []
+    if recipe.task in ("sft", "text_classification"):
+        facts["tokens per step"] = f"at most {recipe.batch.global_size * recipe.data.max_length}"
+    folder = model_folder(recipe.model.name)
+    if folder is None:
+        notes.append(f"model {recipe.model.name} is a name on the hub: `ftcli fetch` brings it here")
+    else:
+        weights = _float32_bytes(folder)
+        if recipe.adapter.type == "none":
+            facts["disk for final/"] = f"about {weights / 1e6:.0f} MB"
+        else:
+            facts["disk for final/"] = "the adapter only, a few MB"
+        facts["model weights"] = f"{weights / 1e6:.0f} MB in float32"
+    return facts, notes
+
+
+def _float32_bytes(folder: Path) -> int:
+    """Return the size in bytes of a folder's safetensors weights once held in float32, from their headers."""
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += sum(4 * math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total
+
+
+def _exactness_notes(recipe: Recipe) -> list[str]:
+    """Return what keeps this recipe from giving the same curve on every profile."""
+    notes = []
+    if recipe.model.dropout or recipe.adapter.lora_dropout:
+        notes.append("dropout above 0: exact only for the same profile, number of processes and micro size")
+    elif recipe.model.dropout is None:
+        notes.append("model.dropout is absent: the model's own dropout is kept; set it to 0 for exactness")
+    if recipe.model.batch_norm == "train":
+        notes.append("batch_norm: train: the curve depends on how rows are spread over processes")
+    return notes

@@ -1,0 +1,193 @@
+"""The profile: plain Accelerate configuration, held to facts about machines. What may move the curve is
+refused.
+
+Accelerate drops unknown nested keys and lets several others silently win over the program; both are errors
+here, each with its line. A bare `accelerate launch` leaves a profile in its environment, which follows the
+same rules. Light: never imports torch or accelerate.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from .documents import Document, Keys, by_place, dump_document, read_document
+from .errors import InputError, Problem
+from .profile_keys import EXPORTED_ANYWAY, REFUSED, SECTIONS
+from .profile_rules import ENVIRONMENT, SECTION_OF, profile_problems
+from .shipped import find_file, shipped_files
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+KIND = "accelerate_configs"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where a recipe runs. `source` is "file", or "environment" when it was read back from a bare launch."""
+
+    name: str
+    path: Path | None
+    values: dict[str, Any]
+    source: str = "file"
+
+    @property
+    def distributed_type(self) -> str:
+        """NO, MULTI_GPU, FSDP or DEEPSPEED, as Accelerate names them."""
+        return str(self.values["distributed_type"])
+
+    @property
+    def num_processes(self) -> int | None:
+        """Processes of all machines, if the file fixes them; our own profiles never do."""
+        value = self.values.get("num_processes")
+        return None if value is None else int(value)
+
+    @property
+    def num_machines(self) -> int:
+        """Machines that the file asks for; 1 unless it says otherwise."""
+        return int(self.values.get("num_machines") or 1)
+
+    def as_yaml(self) -> str:
+        """Return the profile as the run folder keeps it: a file that `load_profile` takes."""
+        return f"# profile {self.name}, source: {self.source}\n{dump_document(self.values)}"
+
+
+def load_profile(name: str | Path) -> Profile:
+    """Return the profile in a file, or a shipped one by name; raises one `InputError` with all problems."""
+    path = find_file(Path(name).expanduser(), KIND, "profile")
+    document = _with_prefixes(read_document(path))
+    problems = [*document.problems, *profile_problems(document)]
+    told = {problem.where for problem in problems}
+    problems += [problem for problem in _misread(path, document) if problem.where not in told]
+    if problems:
+        raise InputError(sorted(problems, key=by_place))
+    return Profile(path.stem, path, document.values)
+
+
+def list_profiles() -> list[Profile]:
+    """Return the profiles that come with ftcli."""
+    return [load_profile(path) for path in shipped_files(KIND).values()]
+
+
+def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
+    """Return what is wrong with this recipe on this profile, though each is right by itself."""
+    problems = []
+    where = str(profile.path or profile.source)
+    given = profile.values.get("mixed_precision")
+    if given is not None and given != ("no" if recipe.precision == "fp32" else recipe.precision):
+        hint = f"the recipe has precision: {recipe.precision}; remove mixed_precision from the profile"
+        problems.append(Problem(f"mixed_precision is {given}", where, hint))
+    if profile.distributed_type == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
+        hint = "pip install deepspeed, or choose the profile fsdp"
+        problems.append(Problem("this profile needs DeepSpeed, which is not installed", where, hint))
+    return problems
+
+
+def profile_from_environment(environ: Mapping[str, str]) -> Profile:
+    """Return the profile that a bare `accelerate launch` exported to this process.
+
+    Raises `InputError` for what a profile may not say; every place is the name of the variable.
+    """
+    document = Document(ENVIRONMENT, {}, {})
+    values: dict[str, Any] = document.values
+
+    def take(variable: str, *keys: str, text: str | None = None) -> None:
+        section = values.setdefault(keys[0], {}) if len(keys) == 2 else values
+        section[keys[-1]] = _parse(environ[variable] if text is None else text)
+        document.places[keys] = f"environment {variable}"
+
+    values["distributed_type"] = "NO"
+    document.places[("distributed_type",)] = "environment"
+    if "WORLD_SIZE" in environ:
+        take("WORLD_SIZE", "num_processes")
+        values["distributed_type"] = "MULTI_GPU"
+    if _true(environ, "ACCELERATE_USE_FSDP"):
+        values["distributed_type"] = "FSDP"
+    if _true(environ, "ACCELERATE_USE_DEEPSPEED"):
+        values["distributed_type"] = "DEEPSPEED"
+    if environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":  # the launcher says "no" when nobody asked
+        take("ACCELERATE_MIXED_PRECISION", "mixed_precision")
+    if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        take("ACCELERATE_DYNAMO_BACKEND", "dynamo_config", "dynamo_backend")
+        document.places[("dynamo_config",)] = "environment ACCELERATE_DYNAMO_BACKEND"
+    if _true(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        take("ACCELERATE_USE_MEGATRON_LM", "megatron_lm_config")
+    for variable, keys in _exported_names(environ, values["distributed_type"]):
+        if environ[variable] != EXPORTED_ANYWAY.get(variable):
+            take(variable, *keys)
+    if section := SECTION_OF.get(values["distributed_type"]):
+        values.setdefault(section, {})
+    if problems := [*profile_problems(document)]:
+        raise InputError(problems)
+    return Profile(ENVIRONMENT, None, values, source=ENVIRONMENT)
+
+
+def user_default(environ: Mapping[str, str]) -> Path | None:
+    """Return Accelerate's user-wide default file, if any: a bare launch without --config_file follows it."""
+    cache = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    folder = Path(cache).expanduser() / "accelerate"
+    found = [folder / name for name in ("default_config.yaml", "default_config.json")]
+    return next((path for path in found if path.is_file()), None)
+
+
+def _exported_names(environ: Mapping[str, str], kind: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield (variable, key path) of everything that Accelerate's launcher exported for a distributed type."""
+    known = [f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys] + list(REFUSED)
+    for section, key in (name.split(".") for name in known if "." in name):
+        if section == "parallelism_config":
+            variable = key.upper() if _true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG") else ""
+        elif section == "fsdp_config":
+            variable = key.upper().replace("_LAYER_CLS_", "_CLS_") if kind == "FSDP" else ""
+        elif key.startswith("gradient_"):
+            variable = f"ACCELERATE_{key.upper()}"  # Accelerate reads these under every distributed type
+        else:
+            variable = f"ACCELERATE_DEEPSPEED_{key.removeprefix('deepspeed_').removesuffix('_flag').upper()}"
+            variable = variable if kind == "DEEPSPEED" else ""
+        if variable in environ:
+            yield variable, (section, key)
+
+
+def _with_prefixes(document: Document) -> Document:
+    """Return the document with the `fsdp_` that Accelerate puts before keys of fsdp_config that lack it."""
+    section = document.values.get("fsdp_config")
+    if isinstance(section, dict):
+        for key in [key for key in section if not key.startswith("fsdp")]:
+            section[f"fsdp_{key}"] = section.pop(key)
+            document.places[("fsdp_config", f"fsdp_{key}")] = document.where(("fsdp_config", key))
+    return document
+
+
+def _misread(path: Path, document: Document) -> Iterator[Problem]:
+    """Yield the values that Accelerate's reader, YAML 1.1, takes for something else: NO is false there."""
+    if path.suffix == ".json":
+        return
+    theirs = yaml.safe_load(path.read_text(encoding="utf-8-sig")) or {}
+    ours = read_document(path).values
+
+    def differences(mine: Any, other: Any, keys: Keys) -> Iterator[Problem]:
+        if isinstance(mine, dict) and isinstance(other, dict):
+            for key in mine:
+                yield from differences(mine[key], other.get(key), (*keys, key))
+        elif isinstance(mine, str) and mine != other:
+            told = f"Accelerate reads {mine} as {str(other).lower()} here"
+            yield Problem(told, document.where(keys), f'put it in quotes: "{mine}"')
+
+    yield from differences(ours, theirs, ())
+
+
+def _parse(text: str) -> Any:
+    """Return what an exported value was in the file."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return None if text == "None" else int(text) if text.isdigit() else text
+
+
+def _true(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "false").lower() in ("true", "1")

@@ -1,0 +1,224 @@
+"""The recipe: everything that may move the loss curve, and a few machine hints that must not.
+
+Every key is declared here once, with its bounds, its unit and its meaning; the JSON schema, the reference in
+recipes/README.md and all error messages are drawn from these declarations. This module never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+PositiveInt = Annotated[int, Field(ge=1)]
+MACHINE_HINT = "Machine hint: must not move the curve."
+
+
+class Section(BaseModel):
+    """A mapping of a recipe: unknown keys are errors, types are strict, values never change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class Model(Section):
+    """Which weights are trained, and how they are built."""
+
+    name: str = Field(
+        min_length=1,
+        description="Name on the hub, local folder, or asset:NAME (a model that `ftcli fetch` brings).",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    trust_remote_code: bool = Field(False, description="Allow Python code that comes with the model to run.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Dtype that frozen weights are held in; auto: bfloat16 under precision bf16, else "
+        "float32. Trained weights are held in float32 always.",
+    )
+    dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Sets every dropout probability of the model's configuration; absent: the model's own. "
+        "Above 0 a run is exact only on the same profile, world and micro size.",
+    )
+    batch_norm: Literal["frozen", "train"] = Field(
+        "frozen",
+        description="frozen: statistics of batch normalisation stay as loaded; train: they follow each "
+        "process's own rows, and the curve then depends on the hardware.",
+    )
+    attn_implementation: str | None = Field(
+        None, description=f"Attention kernel, as transformers names it. {MACHINE_HINT}"
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description=f"Recompute activations in the backward pass: less memory, more time. {MACHINE_HINT}",
+    )
+
+
+class Adapter(Section):
+    """Which few weights are trained instead of the whole model (peft)."""
+
+    type: Literal["none", "lora"] = Field("none", description="none: the whole model is trained.")
+    r: int = Field(8, ge=1, le=4096, description="Rank of the update matrices.")
+    lora_alpha: float = Field(16, gt=0, description="The update is scaled by lora_alpha / r.")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input, a probability.")
+    target_modules: str | list[str] = Field(
+        "all-linear",
+        description="all-linear, a list of module-name endings, or one regular expression over full names.",
+    )
+
+
+class Source(Section):
+    """Where rows come from. A bare string in a recipe is read as its path."""
+
+    path: str = Field(
+        min_length=1,
+        description="Local file (jsonl, json, csv, parquet, txt), image folder, asset:NAME/FILE, or name on the hub.",
+    )
+    name: str | None = Field(None, description="Configuration of a data set on the hub.")
+    split: str = Field("train", min_length=1, description="Split of a data set on the hub.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        section = handler.resolve_ref_schema(handler(core_schema))
+        return {"anyOf": [{"type": "string", "minLength": 1}, section]}
+
+
+class Data(Section):
+    """Which rows are trained and evaluated."""
+
+    train: Source = Field(description="Rows to train on.")
+    eval: Source | None = Field(None, description="Rows to evaluate on.")
+    eval_rows: int = Field(
+        0,
+        ge=0,
+        description="Rows held out of data.train for evaluation, chosen by the seed; only without data.eval.",
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Name the task expects -> name in the file, for instance {text: body, label: category}.",
+    )
+    max_length: int = Field(1024, ge=2, description="Longest row, in tokens; longer rows are cut. Text tasks only.")
+    workers: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description=f"Loader processes per training process; 0 loads in the training process. {MACHINE_HINT}",
+    )
+
+    @model_validator(mode="after")
+    def _one_evaluation_set(self) -> Data:
+        if self.eval is not None and self.eval_rows:
+            raise ValueError("eval and eval_rows exclude each other: keep one of the two")
+        return self
+
+
+class Batch(Section):
+    """How many rows one optimizer step sees. Gradient accumulation is derived, never written."""
+
+    global_size: PositiveInt = Field(description="Rows per optimizer step over all processes and micro-batches.")
+    micro_size: PositiveInt = Field(
+        8,
+        description="Most rows that one forward pass of one process may hold; the plan takes the largest "
+        f"divisor that fits. {MACHINE_HINT}",
+    )
+
+
+class Train(Section):
+    """How long training lasts: exactly one of the two."""
+
+    max_steps: PositiveInt | None = Field(None, description="Length of the run, in optimizer steps.")
+    epochs: float | None = Field(
+        None, gt=0, description="Length of the run, in passes over data.train; 0.5 is half a pass."
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Train:
+        if (self.max_steps is None) == (self.epochs is None):
+            raise ValueError("exactly one of max_steps and epochs must be given")
+        return self
+
+
+class Optimizer(Section):
+    """How weights follow gradients."""
+
+    name: Literal["adamw"] = Field("adamw", description="AdamW, fused where the device has it.")
+    learning_rate: float = Field(gt=0, le=10, description="Peak learning rate.")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Decoupled decay, per unit of learning rate; not applied to biases and norms.",
+    )
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=[0.9, 0.999], min_length=2, max_length=2, description="Decay rates of the two moments."
+    )
+    eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    max_grad_norm: float | None = Field(
+        1.0,
+        gt=0,
+        description="Gradients are scaled down to this global 2-norm; null: never clipped.",
+    )
+
+
+class Schedule(Section):
+    """Learning rate as a function of the optimizer step."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(
+        "linear", description="Shape after warm-up; linear and cosine fall to min_ratio at the last step."
+    )
+    warmup_steps: float = Field(
+        0, ge=0, description="Steps of linear warm-up: 1 or more: steps; below 1: a fraction of the run."
+    )
+    min_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
+
+
+class Evaluate(Section):
+    """When the evaluation rows are measured. The last step always is, when there are any."""
+
+    every_steps: PositiveInt | None = Field(
+        None, description="Evaluate each time so many optimizer steps are done; null: only after the last."
+    )
+    at_start: bool = Field(False, description="Evaluate once before the first step too.")
+
+
+class Log(Section):
+    """What is written down while training."""
+
+    every_steps: PositiveInt = Field(1, description="Write a row of metrics.jsonl every so many steps.")
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        default_factory=list, description="Further places that metrics are sent to, through Accelerate."
+    )
+
+
+class Recipe(Section):
+    """One training experiment, whole. What is trained; the profile says where."""
+
+    task: str = Field(
+        min_length=1,
+        description="sft, text_classification, image_classification, ./my_task.py, or package.module.",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Seeds weights, data order and dropout.")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="Dtype of the forward and backward pass; weights, optimizer and gradient sums stay float32.",
+    )
+    output: str | None = Field(None, description="Run folder; absent: runs/<file name of the recipe>.")
+    model: Model = Field(description="Which weights are trained, and how they are built.")
+    adapter: Adapter = Field(default_factory=Adapter, description="Train a small adapter instead of the whole model.")
+    data: Data = Field(description="Which rows are trained and evaluated.")
+    task_options: dict[str, Any] = Field(
+        default_factory=dict, description="Keys that the task itself declares (`ftcli show tasks`)."
+    )
+    batch: Batch = Field(description="Rows per optimizer step.")
+    train: Train = Field(description="How long training lasts.")
+    optimizer: Optimizer = Field(description="How weights follow gradients.")
+    schedule: Schedule = Field(default_factory=Schedule, description="Learning rate as a function of the step.")
+    evaluate: Evaluate = Field(default_factory=Evaluate, description="When the evaluation rows are measured.")
+    log: Log = Field(default_factory=Log, description="What is written down while training.")

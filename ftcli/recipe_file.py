@@ -1,0 +1,166 @@
+"""Recipe files: found by path or name, read into a `Recipe` or into every mistake at once, and written.
+
+Reads the document, applies overrides, checks it against the declarations of recipe.py and the task's
+`Options`, and finds the hint for each unknown key. Never imports torch: a user's own task file is looked at
+in a process apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .documents import Document, Keys, by_place, dump_document, read_document
+from .errors import InputError, Problem, nearest
+from .foreign_names import foreign_hint
+from .overrides import apply_overrides
+from .recipe import Recipe
+from .recipe_docs import recipe_reference, recipe_schema
+from .shipped import find_file, shipped_files
+from .tasks import find_task, is_own
+from .validation import branches, dotted, validate
+
+__all__ = [
+    "dump_recipe",
+    "find_recipe",
+    "key_paths",
+    "list_recipes",
+    "load_recipe",
+    "recipe_reference",
+    "recipe_schema",
+    "run_output",
+]
+
+RIVALS = {"train.max_steps": "train.epochs", "train.epochs": "train.max_steps"}
+
+
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a file, or of a shipped recipe's name, with `--set` overrides applied.
+
+    Raises one `InputError` that holds every problem, each with `file:line` or the override it stands in.
+    """
+    document = read_document(find_recipe(path_or_name))
+    _write_sources_out(document.values)
+    document = apply_overrides(document, overrides, RIVALS)
+    recipe, problems = validate(Recipe, document.values, where=document.where, hint_for=unknown_key_hint)
+    problems = [*document.problems, *problems, *_task_problems(document)]
+    if recipe is None or problems:
+        raise InputError(sorted(problems, key=by_place))
+    return recipe
+
+
+def find_recipe(path_or_name: str | Path) -> Path:
+    """Return the file of a recipe: a path, or the name of a shipped one such as `smoke/sft`."""
+    return find_file(path_or_name, "recipes", "recipe")
+
+
+def list_recipes() -> dict[str, Path]:
+    """Return name -> file of the recipes that come with ftcli."""
+    return shipped_files("recipes")
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Return a recipe as YAML with every key written out; `load_recipe` reads it back to an equal recipe."""
+    return dump_document(recipe.model_dump(mode="json"))
+
+
+def run_output(path_or_name: str | Path, recipe: Recipe, output: str | Path | None = None) -> Path:
+    """Return the run folder: `output`, else the recipe's own, else runs/<file name of the recipe>."""
+    return Path(output or recipe.output or Path("runs") / Path(path_or_name).stem)
+
+
+def key_paths() -> list[str]:
+    """Return every key of a recipe as a dotted path, sections included, in the order of declaration."""
+    schema = Recipe.model_json_schema()
+
+    def below(node: dict[str, Any], prefix: str) -> Iterator[str]:
+        for branch in branches(node, schema):
+            for key, value in branch.get("properties", {}).items():
+                yield prefix + key
+                yield from below(value, f"{prefix}{key}.")
+
+    return list(below(schema, ""))
+
+
+def unknown_key_hint(keys: Keys, known: list[str]) -> str:
+    """Return what an unknown key meant: another tool's name, a key of another section, or a misspelling."""
+    name, section = str(keys[-1]), dotted(keys[:-1])
+    paths = key_paths()
+    leaves = {path.rpartition(".")[2]: path for path in paths}
+    hint = foreign_hint(name)
+    if not hint and name in leaves:
+        homes = [path for path in paths if path.rpartition(".")[2] == name]
+        hint = f"it belongs elsewhere: {' or '.join(homes)}"
+    hint = hint or nearest(name, known) or nearest(f"{section}.{name}".strip("."), paths)
+    if not hint and (close := re.search("'(.*)'", nearest(name, leaves))):
+        hint = f"did you mean '{leaves[close[1]]}'?"
+    return hint
+
+
+def _write_sources_out(values: dict[str, Any]) -> None:
+    """Turn a bare path of data.train and data.eval into a section, so that an override can reach into it."""
+    data = values.get("data")
+    for key in ("train", "eval"):
+        if isinstance(data, dict) and isinstance(data.get(key), str):
+            data[key] = {"path": data[key]}
+
+
+def _task_problems(document: Document) -> list[Problem]:
+    """Return what is wrong with the task's name and the task_options, as far as those can be read."""
+    name, options = document.values.get("task"), document.values.get("task_options", {})
+    if not isinstance(name, str) or not name or not isinstance(options, dict):
+        return []  # told already by the recipe's own declarations
+    if is_own(name) and not _may_import_here():
+        return _inspect(name, options, document)
+    return check_options(name, options, document)
+
+
+def check_options(name: str, options: dict[str, Any], document: Document) -> list[Problem]:
+    """Return what is wrong with a task and its options, in places of the document; imports the task."""
+    try:
+        module = find_task(name)
+    except InputError as error:
+        return [Problem(item.what, document.where(("task",)), item.hint) for item in error.problems]
+
+    def hint(keys: Keys, known: list[str]) -> str:
+        if not known:
+            return f"task {name} takes no options"
+        return nearest(str(keys[-1]), known) or f"task {name} takes {', '.join(known)}"
+
+    return validate(module.Options, options, prefix=("task_options",), where=document.where, hint_for=hint)[1]
+
+
+def _may_import_here() -> bool:
+    """Say whether a user's task may be imported in this process: where torch is, or soon will be, anyway."""
+    return "torch" in sys.modules or "LOCAL_RANK" in os.environ
+
+
+def _inspect(name: str, options: dict[str, Any], document: Document) -> list[Problem]:
+    """Return `check_options` of a user's own task, found in a process apart: its file may import anything."""
+    places = [[list(keys), place] for keys, place in document.places.items()]
+    path = [str(Path(__file__).resolve().parents[1]), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", "from ftcli.recipe_file import _answer; _answer()"],
+        input=json.dumps([name, options, document.name, places]),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+    )
+    if done.returncode:
+        told = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return [Problem(f"task '{name}' cannot be imported: {told}", document.where(("task",)))]
+    return [Problem(*item) for item in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _answer() -> None:
+    """Speak for `_inspect`: read a task and its options from stdin, print their problems."""
+    name, options, document_name, places = json.loads(sys.stdin.read())
+    document = Document(document_name, {}, {tuple(keys): place for keys, place in places})
+    problems = check_options(name, options, document)
+    print("\n" + json.dumps([[problem.what, problem.where, problem.hint] for problem in problems]))

@@ -1,0 +1,178 @@
+"""What a run says while it runs: metrics rows, tracker events, status, and a progress line on standard error.
+
+Only the main process writes; on the others every call is free. Values are read from the device only when a row is
+due. On a terminal progress is one moving line; in a log file it is one plain line at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, InputError
+
+if TYPE_CHECKING:
+    from .loop import Step
+    from .run import Run
+
+QUIET_SECONDS = 2.0  # least time between plain progress lines, the first and the last apart
+
+
+class Reporter:
+    """Records one run, from its first step to its last or to the exception that ends it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.folder = run, run.folder if run.hardware.ranks.is_main else None
+        self.main = run.hardware.ranks.is_main
+        self.terminal = self.main and sys.stderr.isatty()
+        self.number = run.first_step
+        self._since = self._started = time.perf_counter()
+        self._items = self._rows = 0
+        self._data_seconds = 0.0
+        self._printed = 0.0
+        self._finished = False
+
+    def __enter__(self) -> Reporter:
+        if self.main:
+            for fact in self.run.facts:
+                self.say(fact)
+            if self.folder is not None:
+                self.folder.write_status("running", self.number, 0)
+        if self.run.recipe.log.trackers and self.run.folder is not None:
+            config = {"task": self.run.recipe.task, "model": self.run.recipe.model.name, "seed": self.run.recipe.seed}
+            self.run.hardware.accelerator.init_trackers("tracking", config=config)
+        if self.terminal:
+            self._start_progress()
+        return self
+
+    def _start_progress(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[line]}"),
+            console=Console(stderr=True),
+        )
+        self._bar = self._progress.add_task("training", total=self.run.steps, completed=self.number, line="")
+        self._progress.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.terminal:
+            self._progress.stop()
+        if error is not None and self.folder is not None:
+            code = EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILED
+            self.folder.write_status("failed", self.number, code, f"{type(error).__name__}: {error}")
+        if self.run.recipe.log.trackers and self.run.folder is not None:
+            self.run.hardware.accelerator.end_training()
+
+    def say(self, line: str) -> None:
+        """Print one line on the main process, to standard error."""
+        if self.main:
+            with contextlib.ExitStack() as stack:
+                if self.terminal and hasattr(self, "_progress"):
+                    stack.enter_context(self._progress._lock)
+                    self._progress.console.print(f"ftcli: {line}", highlight=False, markup=False)
+                else:
+                    print(f"ftcli: {line}", file=sys.stderr, flush=True)
+
+    def step(self, step: Step) -> None:
+        """Record an optimizer step; writes a row when one is due."""
+        self.number = step.number
+        self._items += step.items
+        self._rows += step.rows
+        self._data_seconds += step.data_seconds
+        if not self.main:
+            return
+        last = step.number == self.run.steps
+        if step.number % self.run.recipe.log.every_steps == 0 or last or step.stop:
+            row = self._row(step)
+            self._write(row)
+            self._show(row, last=last or step.stop)
+        elif self.terminal:
+            self._progress.update(self._bar, completed=step.number)
+
+    def _row(self, step: Step) -> dict[str, Any]:
+        values = {"loss": step.loss, "grad_norm": step.grad_norm}  # waits for the device, so time is read after
+        now = time.perf_counter()
+        elapsed = max(now - self._since, 1e-9)
+        row = {
+            "step": step.number,
+            **values,
+            "learning_rate": step.learning_rate,
+            "items": step.items,
+            "samples": step.samples,
+            "epoch": step.number * self.run.plan.global_size / len(self.run.rows.train),
+            f"{self.run.task.item}s_per_second": self._items / elapsed,
+            "rows_per_second": self._rows / elapsed,
+            "data_wait_share": self._data_seconds / elapsed,
+            "peak_memory_gb": _peak_memory() / 1e9,
+            "seconds": now - self._started,
+        }
+        self._since, self._items, self._rows, self._data_seconds = now, 0, 0, 0.0
+        return row
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.folder is not None:
+            self.folder.append_metrics(row)
+            self.folder.write_status("running", row["step"], 0)
+        if self.run.recipe.log.trackers and self.run.folder is not None:
+            numbers = {name: value for name, value in row.items() if name not in ("step", "samples")}
+            self.run.hardware.accelerator.log(numbers, step=row["step"])
+
+    def _show(self, row: dict[str, Any], *, last: bool) -> None:
+        speed = row[f"{self.run.task.item}s_per_second"]
+        line = (
+            f"loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {row['learning_rate']:.2e}  "
+            f"{speed:.0f} {self.run.task.item}s/s"
+        )
+        if self.terminal:
+            self._progress.update(self._bar, completed=row["step"], line=line)
+        elif last or time.perf_counter() - self._printed >= QUIET_SECONDS:
+            self._printed = time.perf_counter()
+            left = row["seconds"] / max(row["step"] - self.run.first_step, 1) * (self.run.steps - row["step"])
+            self.say(f"step {row['step']}/{self.run.steps}  {line}  {left:.0f} s left")
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of an evaluation after `step` steps."""
+        self._since = time.perf_counter()  # evaluation is not training time
+        if self.main:
+            row = {"step": step} | {f"eval/{name}": value for name, value in metrics.items()}
+            self._write(row)
+            self.say(f"step {step}: evaluation " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+
+    def stopped(self, step: int) -> None:
+        """Record that the run ended early because it was asked to."""
+        if self.main:
+            self.say(f"stopped as asked after step {step} of {self.run.steps}")
+            if self.folder is not None:
+                self.folder.write_status("stopped", step, EXIT_FAILED, f"stopped as asked after step {step}")
+
+    def done(self) -> None:
+        """Record that the run is complete."""
+        if self.main:
+            if self.folder is not None:
+                self.say(f"done in {time.perf_counter() - self._started:.0f} s; weights in {self.folder.final}")
+                self.folder.write_status("done", self.number, EXIT_DONE)
+            else:
+                self.say(f"done in {time.perf_counter() - self._started:.0f} s; nothing was written (no output folder)")
+
+
+def _peak_memory() -> int:
+    """Return the most memory in bytes so far: of the device if there is one, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,169 @@
+"""Where rows come from: local files, image folders, assets, and the hub, all read through `datasets`.
+
+Every mistake in a source is named with its file and, where it has one, its row number. This module knows neither
+tokens nor tasks, and imports `datasets` only inside functions, so that `ftcli check` stays light.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .assets import asset_path
+from .errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from .recipe import Source
+
+FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+
+
+def local_path(name: str) -> Path | None:
+    """Return the path a name stands for: an asset, or something on this disk; None: a name on the hub."""
+    if name.startswith("asset:"):
+        return asset_path(name)
+    path = Path(name).expanduser()
+    looks_local = path.suffix in FORMATS or name.startswith((".", "/", "~")) or path.exists()
+    return path if looks_local else None
+
+
+def model_folder(name: str) -> Path | None:
+    """Return the local folder of a model, or None for a name on the hub; raises `InputError` if it is no model."""
+    path = local_path(name)
+    if path is None:
+        return None
+    if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+        raise InputError(f"model.name: {path.absolute()} is not a model folder (it has no config.json)")
+    return path
+
+
+def check_source(source: Source, columns: dict[str, str]) -> None:
+    """Look at a source without reading it whole; raises `InputError` when it is missing, empty or lacks a column."""
+    path = local_path(source.path)
+    if path is None:
+        return
+    if not path.exists():
+        raise InputError(
+            f"no data at {path.absolute()}",
+            hint=nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else "",
+        )
+    if path.is_dir():
+        image_files(path)
+    elif path.suffix not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise InputError(f"{path} has no known data format", hint=f"known: {known}, or a folder of images")
+    elif path.stat().st_size == 0:
+        raise InputError(f"{path} is empty")
+    elif (names := _first_columns(path)) is not None:
+        require_columns(names, columns.values(), str(path))
+
+
+def _first_columns(path: Path) -> list[str] | None:
+    """Return the column names of a file's first row where that needs no library; None where it does."""
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        if path.suffix == ".csv":
+            return next(csv.reader(file), [])
+        if path.suffix == ".jsonl":
+            line = next((line for line in file if line.strip()), "")
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InputError(f"row 1 is not JSON: {error.msg}", where=f"{path}:1") from None
+            if not isinstance(row, dict):
+                raise InputError("row 1 is not a JSON object", where=f"{path}:1", hint="one object a line")
+            return list(row)
+    return None
+
+
+def require_columns(present: Sequence[str], wanted: Any, where: str) -> None:
+    """Raise `InputError` naming the columns that are there when a wanted one is not."""
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        raise InputError(
+            f"no column {', '.join(repr(name) for name in missing)}",
+            where=where,
+            hint=f"columns there: {', '.join(present)}; name yours in data.columns",
+        )
+
+
+def image_files(folder: Path) -> list[tuple[Path, str]]:
+    """Return (file, label) of every image below `folder`, sorted; the label is the name of the file's folder."""
+    found = [
+        (path, path.parent.name)
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in IMAGES and path.parent != folder
+    ]
+    if not found:
+        raise InputError(
+            f"{folder.absolute()} holds no images",
+            hint="expected one sub-folder per label with image files in it",
+        )
+    return found
+
+
+def read_rows(source: Source, columns: dict[str, str]) -> Dataset:
+    """Return every row of a source, its columns renamed to what the task expects (`columns`: expected -> there).
+
+    Raises `InputError` for unreadable or empty data and for columns that are not there.
+    """
+    check_source(source, columns)
+    path = local_path(source.path)
+    rows = _read_hub(source) if path is None else _read_local(path)
+    if len(rows) == 0:
+        raise InputError(f"{source.path} has no rows")
+    require_columns(rows.column_names, columns.values(), source.path)
+    taken = set(columns.values())
+    rows = rows.remove_columns([n for n in columns if n in rows.column_names and n not in taken and columns[n] != n])
+    return rows.rename_columns({there: expected for expected, there in columns.items() if expected != there})
+
+
+def _read_local(path: Path) -> Dataset:
+    from datasets import Dataset, load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    if path.is_dir():
+        files = image_files(path)
+        return Dataset.from_dict({"image": [str(file) for file, _ in files], "label": [label for _, label in files]})
+    try:
+        return load_dataset(FORMATS[path.suffix], data_files=str(path.absolute()), split="train")
+    except DatasetGenerationError as error:
+        cause = error.__cause__ or error
+        raise _unreadable(path, cause) from cause
+
+
+def _unreadable(path: Path, cause: BaseException) -> InputError:
+    """Return an error that names the first bad row of a JSON-lines file, or repeats the reader's own words."""
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                    except json.JSONDecodeError as error:
+                        return InputError(f"row {number} is not JSON: {error.msg}", where=f"{path}:{number}")
+                    if not isinstance(row, dict):
+                        return InputError(f"row {number} is not a JSON object", where=f"{path}:{number}")
+    return InputError(f"cannot read {path}: {str(cause).splitlines()[0]}", hint="do all rows have the same types?")
+
+
+def _read_hub(source: Source) -> Dataset:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        return load_dataset(source.path, source.name, split=source.split)
+    except (DatasetNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, ConnectionError) as error:
+        raise InputError(
+            f"data set {source.path} is neither on this machine nor reachable on the hub",
+            hint=f"check the name, or run `ftcli fetch RECIPE` where there is a network ({type(error).__name__})",
+        ) from error
+    except ValueError as error:  # an unknown configuration or split; the message lists those that exist
+        raise InputError(f"data set {source.path}: {error}") from error

@@ -1,0 +1,275 @@
+"""Recipe -> Run, in one documented order, with one call of Accelerator.prepare.
+
+    plan and rows -> hardware -> task's model -> adapter -> loaders -> optimizer -> prepare -> checks
+
+Everything that trains starts here: the command line's worker, a bare `accelerate launch`, and a notebook.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .cache import PreparedRows, prepare_rows
+from .errors import InputError
+from .faults import StopRequest, ignore_signals_in_workers, record_failure, watch_parent, watch_peers
+from .planning import Plan, derive_plan
+from .recipe import Recipe
+from .recipe_file import dump_recipe, load_recipe
+from .run_folder import RunFolder, describe_environment
+from .sampling import PADDING, EvalOrder, Key, TrainOrder, seed_of
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from .hardware import Hardware
+    from .profiles import Profile
+    from .tasks.protocol import Batch, Row, Task
+
+
+@dataclass
+class Run:
+    """One training run on this process, ready for `steps`: everything the loop touches, prepared."""
+
+    recipe: Recipe
+    plan: Plan
+    task: Task
+    hardware: Hardware
+    model: nn.Module
+    optimizer: Optimizer
+    train_loader: DataLoader
+    eval_loader: DataLoader | None
+    rows: PreparedRows
+    facts: list[str]  # one line each, for the log
+    folder: RunFolder | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
+    first_step: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Length of the run, in optimizer steps."""
+        assert self.plan.steps is not None  # rows are known
+        return self.plan.steps
+
+    def to_device(self, batch: Batch) -> Batch:
+        """Return a batch's tensors on the device of this process."""
+        device = self.hardware.accelerator.device
+        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+    def reseed(self, step: int) -> None:
+        """Seed this process's generators (dropout) from (seed, step, rank): they carry no state between steps."""
+        import torch
+
+        torch.manual_seed(seed_of(self.recipe.seed, step, self.hardware.ranks.rank))
+
+
+class Rows:
+    """Prepared rows as a map-style data set over the keys of `sampling`; rows are plain dictionaries."""
+
+    def __init__(self, rows: Any, task: Task, *, training: bool) -> None:
+        self.rows, self.task, self.training = rows, task, training
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: Key) -> Row:
+        epoch, index = key
+        row = self.rows[max(index, 0)] | {"epoch": epoch, "training": self.training}
+        return self.task.blank(row) | {"id": PADDING} if index == PADDING else row
+
+
+def prepare(
+    recipe: Recipe | str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    cpu: bool = False,
+    weights: Path | None = None,
+) -> Run:
+    """Return a `Run` for `for step in ftcli.steps(run)`; writes no folder unless `output` names one.
+
+    Works in a notebook (one process) and inside every launched process. `weights` is a folder of trained weights
+    (a run's final/) to start from instead of the recipe's model. Raises `InputError` for what is wrong with
+    recipe, data or model, before the model's weights are read where that can be known.
+    """
+    import torch
+
+    from . import hardware as hardware_package
+    from .adapters import add_adapter
+    from .hardware.precision import load_dtype
+    from .optimizers import build_optimizer
+    from .tasks import build_task
+
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    derive_plan(loaded, world)
+    task = build_task(loaded)
+    rows = prepare_rows(loaded, task)
+    plan = derive_plan(loaded, world, len(rows.train))
+    folder = None if output is None else RunFolder(output)
+    hardware = hardware_package.build(
+        loaded, plan, cpu=cpu, trackers=list(loaded.log.trackers), folder=None if folder is None else str(folder.path)
+    )
+    model, heads = task.load_model(rows.facts, dtype=load_dtype(loaded), weights=weights)
+    model = add_adapter(model, loaded.adapter, seed=loaded.seed, keep=heads, task_type=task.peft_type, weights=weights)
+    task.finish_model(model)
+    if loaded.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.train()
+    model = hardware.fit(model)
+    optimizer = build_optimizer(model, loaded.optimizer)
+    train_loader, eval_loader = _loaders(loaded, plan, task, rows)
+    loaders = [train_loader] if eval_loader is None else [train_loader, eval_loader]
+    model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
+    facts = [
+        _describe(loaded, plan, rows),
+        f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {world} processes",
+        hardware.check_dtypes(model, loaded),
+        _count_parameters(hardware, model),
+    ]
+    torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
+    return Run(
+        recipe=loaded,
+        plan=plan,
+        task=task,
+        hardware=hardware,
+        model=model,
+        optimizer=optimizer,
+        train_loader=loaders[0],
+        eval_loader=loaders[1] if len(loaders) > 1 else None,
+        rows=rows,
+        facts=facts,
+        folder=folder,
+    )
+
+
+def _loaders(recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows) -> tuple[DataLoader, DataLoader | None]:
+    """Return loaders of host batches in global order; Accelerate gives each process its share of the batches."""
+    from torch.utils.data import DataLoader
+
+    def collate(batch: list[Row]) -> Batch:
+        import torch
+
+        return task.collate(batch) | {"sample_ids": torch.tensor([row["id"] for row in batch])}
+
+    def loader(part: Any, order: Any, *, training: bool) -> DataLoader:
+        return DataLoader(
+            Rows(part, task, training=training),  # type: ignore[arg-type]
+            batch_sampler=order,
+            collate_fn=collate,
+            num_workers=recipe.data.workers if training else 0,
+            worker_init_fn=ignore_signals_in_workers,
+        )
+
+    assert plan.steps is not None
+    train_order = TrainOrder(
+        len(rows.train),
+        global_size=plan.global_size,
+        micro_size=plan.micro_size,
+        seed=recipe.seed,
+        first_step=0,
+        steps=plan.steps,
+    )
+    train = loader(rows.train, train_order, training=True)
+    if rows.eval is None:
+        return train, None
+    eval_order = EvalOrder(len(rows.eval), micro_size=plan.micro_size, processes=plan.processes)
+    return train, loader(rows.eval, eval_order, training=False)
+
+
+def _describe(recipe: Recipe, plan: Plan, rows: PreparedRows) -> str:
+    evaluated = "none" if rows.eval is None else str(len(rows.eval))
+    return (
+        f"{recipe.task} of {recipe.model.name}: {plan.rows} rows, {evaluated} for evaluation, {plan.steps} steps of "
+        f"{plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches x {plan.processes} processes"
+    )
+
+
+def _count_parameters(hardware: Hardware, model: nn.Module) -> str:
+    from .hardware import full_shape
+
+    sizes = [(full_shape(p).numel(), p.requires_grad) for p in hardware.accelerator.unwrap_model(model).parameters()]
+    trained, total = sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
+    return f"{trained / 1e6:.2f} of {total / 1e6:.2f} million parameters trained ({100 * trained / total:.2f} %)"
+
+
+def work(
+    recipe: Recipe,
+    profile: Profile | None,
+    *,
+    output: Path,
+    cpu: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Train as one process of a run, from claimed folder to final weights: what every form of launch ends in."""
+    from .loop import train
+
+    folder = RunFolder(output)
+    with record_failure(folder):
+        watch_parent()
+        watch_peers(folder)
+        if int(os.environ.get("RANK", "0")) == 0:
+            _write_intent(folder, recipe, profile)
+        run = prepare(_dry(recipe) if dry_run else recipe, output=output, cpu=cpu)
+        _check_world(run, profile)
+        if run.hardware.ranks.is_main:
+            device = str(run.hardware.accelerator.device)
+            folder.write_json("environment.json", describe_environment(device, run.plan.processes))
+        with StopRequest.listening(folder) as run.stop:
+            train(run)
+        run.hardware.close()
+
+
+def evaluate_run(path: str | Path, profile: Profile | None = None, *, cpu: bool = False) -> dict[str, float]:
+    """Return the metrics of a run's final weights on its recipe's evaluation rows, and write evaluation.json."""
+    from .loop import evaluate
+
+    folder = RunFolder(path)
+    with record_failure(folder):
+        watch_parent()
+        watch_peers(folder)
+        recipe = load_recipe(folder.path / "recipe.yaml")
+        if recipe.data.eval is None and not recipe.data.eval_rows:
+            raise InputError("the recipe has no evaluation rows", hint="set data.eval or data.eval_rows")
+        if not folder.final.is_dir():
+            raise InputError(f"{folder.path} has no final weights", hint="`ftcli show RUN` tells how far it is")
+        run = prepare(recipe, cpu=cpu, weights=folder.final)
+        _check_world(run, profile)
+        metrics = evaluate(run)
+        if run.hardware.ranks.is_main:
+            folder.write_json("evaluation.json", metrics)
+        run.hardware.close()
+    return metrics
+
+
+def _dry(recipe: Recipe) -> Recipe:
+    """Return the recipe cut to a dry run: two steps, the evaluation rows once, and everything saved."""
+    short = recipe.train.model_copy(update={"max_steps": 2, "epochs": None})
+    schedule = recipe.schedule.model_copy(update={"warmup_steps": min(recipe.schedule.warmup_steps, 1)})
+    return recipe.model_copy(update={"train": short, "schedule": schedule})
+
+
+def _write_intent(folder: RunFolder, recipe: Recipe, profile: Profile | None) -> None:
+    if "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
+        folder.claim()
+    folder.write_text("recipe.yaml", dump_recipe(recipe))
+    folder.write_text("profile.yaml", "# trained without a profile\n" if profile is None else profile.as_yaml())
+    folder.write_status("running", 0, 0)
+
+
+def _check_world(run: Run, profile: Profile | None) -> None:
+    """Raise when what runs is not what the profile says: Accelerate does not always tell."""
+    if profile is None:
+        return
+    real = run.hardware.distributed_type.replace("MULTI_CPU", "MULTI_GPU")
+    wanted = profile.distributed_type
+    if real != wanted and not (run.plan.processes == 1 and {real, wanted} == {"NO", "MULTI_GPU"}):
+        raise RuntimeError(
+            f"profile {profile.name} asks for {wanted}, but Accelerate started {run.hardware.distributed_type} "
+            f"on {run.plan.processes} processes; start it with: ftcli train RECIPE --profile {profile.name}"
+        )

@@ -1,0 +1,150 @@
+"""What a run leaves behind: resolved recipe and profile, environment, metrics, status, final weights.
+
+Only this module knows the folder's file names. It is light: it never imports torch at module level.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .errors import InputError
+
+PACKAGES = ("ftcli", "torch", "accelerate", "transformers", "peft", "datasets", "deepspeed", "safetensors", "numpy")
+
+
+class RunFolder:
+    """One run's folder. Reading works at any time; only the main process writes."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def final(self) -> Path:
+        """Folder of the trained weights."""
+        return self.path / "final"
+
+    @property
+    def stop_file(self) -> Path:
+        """Its presence asks the run to end at the next step."""
+        return self.path / "stop"
+
+    @property
+    def errors(self) -> Path:
+        """Folder of the records that failing ranks write."""
+        return self.path / "errors"
+
+    def claim(self) -> None:
+        """Create the folder; raises `InputError` when another run already lives there."""
+        if (self.path / "recipe.yaml").exists() and not self._never_started():
+            raise InputError(
+                f"{self.path} already holds a run",
+                hint="choose another folder with --output, or move that run away",
+            )
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"{self.path} is a file, not a folder", hint="choose another folder with --output")
+        self.path.mkdir(parents=True, exist_ok=True)
+        for stale in (self.stop_file, *self.errors.glob("rank-*.json")):
+            stale.unlink(missing_ok=True)
+
+    def _never_started(self) -> bool:
+        """Say whether the run that left this folder failed before its first step: nothing would be lost."""
+        status = self.status()
+        return status.get("state") == "failed" and status.get("step") == 0 and not self.metrics()
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write one file whole or not at all."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        temporary = self.path / f".{name}.{os.getpid()}"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self.path / name)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write one JSON file whole or not at all."""
+        self.write_text(name, json.dumps(value, indent=1) + "\n")
+
+    def write_status(self, state: str, step: int, exit_code: int, error: str = "") -> None:
+        """Say where the run stands: state is running, done, stopped or failed; step counts optimizer steps."""
+        self.write_json(
+            "status.json",
+            {"state": state, "step": step, "exit_code": exit_code, "error": error, "time": time.time()},
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Return status.json, or an empty dict before the run wrote any."""
+        path = self.path / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one row to metrics.jsonl."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl, training and evaluation rows as they were written."""
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def training_rows(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl that describe optimizer steps."""
+        return [row for row in self.metrics() if "loss" in row]
+
+
+def describe_environment(device: str, processes: int) -> dict[str, Any]:
+    """Return what a run ran on: versions, git commit, machine, command line."""
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "git_commit": _git_commit(),
+        "device": device,
+        "processes": processes,
+        "launched": "ftcli" if "FTCLI_LAUNCHED" in os.environ else "directly",
+    }
+
+
+def _version(name: str) -> str | None:
+    found = [item.version for item in metadata.distributions(name=name)]
+    return found[0] if found else None
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the working folder's repository, with -dirty when it has changes; None outside one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # no git on this machine, or a repository on a dead mount
+        return None
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+def show_run(path: str | Path) -> Iterable[str]:
+    """Return a run folder as text, one fact a line; raises `InputError` when there is no run."""
+    folder = RunFolder(path)
+    if not (folder.path / "recipe.yaml").exists():
+        raise InputError(f"{folder.path} holds no run", hint="give the folder that --output named")
+    status = folder.status()
+    lines = [f"run      {folder.path}", f"state    {status.get('state', 'unknown')} at step {status.get('step', 0)}"]
+    if status.get("error"):
+        lines.append(f"error    {status['error']}")
+    training = folder.training_rows()
+    if training:
+        first, last = training[0], training[-1]
+        lines.append(f"loss     {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at step {last['step']}")
+    for row in folder.metrics():
+        if "loss" not in row:
+            values = ", ".join(f"{k} {v:.4g}" for k, v in row.items() if k.startswith("eval/"))
+            lines.append(f"eval     step {row['step']}: {values}")
+    if folder.final.is_dir():
+        size = sum(file.stat().st_size for file in folder.final.rglob("*") if file.is_file())
+        lines.append(f"final    {folder.final} ({size / 1e6:.1f} MB)")
+    return lines

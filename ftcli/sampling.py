@@ -1,0 +1,100 @@
+"""The order of the rows: a pure function of (seed, epoch), and of nothing else.
+
+Every process computes the same global order and takes its own micro-batches of it, so the rows of an optimizer
+step are the same for any number of processes and any micro size. Nothing here keeps state or knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+PADDING = -1  # index of a row that fills a micro-batch and weighs nothing
+
+Key = tuple[int, int]  # (epoch, row index): augmentation is keyed by both
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a well-spread 64-bit hash of each value (SplitMix64's finaliser, Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        z = values + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def seed_of(*parts: int) -> int:
+    """Return one 63-bit seed that depends on every part and on their order."""
+    state = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        state = mix(state ^ np.array([part % 2**64], dtype=np.uint64))
+    return int(state[0] >> np.uint64(1))
+
+
+def digest(ids: NDArray[np.int64]) -> int:
+    """Return the sum mod 2^64 of a hash of each sample id: it depends on the set of rows, not on their order."""
+    real = ids[ids != PADDING].astype(np.uint64)
+    return int(np.sum(mix(real), dtype=np.uint64))
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the permutation of `rows` row indices for one epoch.
+
+    Rows are sorted by a hash of (seed, epoch, index): the order is defined by this file alone and does not change
+    with a version of NumPy's generators, so a run resumed years later sees the same rows.
+    """
+    salt = np.uint64(seed_of(seed, epoch))
+    return np.argsort(mix(np.arange(rows, dtype=np.uint64) ^ salt), kind="stable")
+
+
+class TrainOrder:
+    """Micro-batches of every step from `first_step` on, in global order: a batch sampler for one DataLoader.
+
+    Yields lists of `micro_size` keys; the process of rank r takes every `processes`-th list starting at r, so the
+    `processes * accumulation` lists of a step cover that step's `global_size` rows.
+    """
+
+    drop_last = True  # each list is full; Accelerate reads both attributes
+
+    def __init__(self, rows: int, *, global_size: int, micro_size: int, seed: int, first_step: int, steps: int):
+        self.rows, self.global_size, self.batch_size = rows, global_size, micro_size
+        self.seed, self.first_step, self.steps = seed, first_step, steps
+
+    def __len__(self) -> int:
+        return (self.steps - self.first_step) * self.global_size // self.batch_size
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        per_epoch = self.rows // self.global_size
+        current = None
+        for step in range(self.first_step, self.steps):
+            epoch, position = divmod(step, per_epoch)
+            if epoch != current:
+                order, current = epoch_order(self.rows, self.seed, epoch), epoch
+            window = order[position * self.global_size : (position + 1) * self.global_size]
+            for start in range(0, self.global_size, self.batch_size):
+                yield [(epoch, int(index)) for index in window[start : start + self.batch_size]]
+
+
+class EvalOrder:
+    """Every row once, in file order, filled up with padding so that each process runs as many forwards."""
+
+    drop_last = True
+
+    def __init__(self, rows: int, *, micro_size: int, processes: int) -> None:
+        self.rows, self.batch_size, self.processes = rows, micro_size, processes
+
+    def __len__(self) -> int:
+        return -(-self.rows // (self.batch_size * self.processes)) * self.processes
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        for batch in range(len(self)):
+            first = batch * self.batch_size
+            yield [(0, i if i < self.rows else PADDING) for i in range(first, first + self.batch_size)]
+
+
+def held_out(rows: int, count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (training, evaluation) row indices, both in file order, with `count` rows held out by the seed."""
+    order = epoch_order(rows, seed, -1)
+    return np.sort(order[count:]), np.sort(order[:count])

@@ -1,0 +1,269 @@
+"""One launched command from start to end: its output, the signals, its children, and the verdict.
+
+Knows the run folder's `stop`, `errors/` and result file, and nothing of recipes, profiles or Accelerate: any
+command can be supervised. Light: never imports torch.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import IO, Any
+
+from .errors import EXIT_FAILED, EXIT_INPUT
+from .faults import STOP_SIGNALS, failure_records
+from .run_folder import RunFolder
+
+FAILURE_GRACE_SECONDS = 10.0
+TERMINATE_SECONDS = 3.0
+# What an Accelerator in this process (a notebook's) leaves behind: it would leak into the launched ranks.
+FOREIGN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FOREIGN_PREFIXES = (
+    "ACCELERATE_USE_",
+    "ACCELERATE_DEEPSPEED_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "TORCHELASTIC_",
+)
+
+
+class LaunchError(Exception):
+    """A launched run failed, and stderr says why; `exit_code` is 2 if the user's input was wrong, else 1."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def say(text: str) -> None:
+    """Write one line of log to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    folder: RunFolder,
+    environment: Mapping[str, str] | None = None,
+    result: str | None = "status.json",
+) -> None:
+    """Run `command` in a session of its own, to the end of all its processes; `LaunchError` if it failed.
+
+    The first SIGINT, SIGTERM or SIGUSR1 writes the file `stop` into `folder`, a second ends everything. The
+    verdict is the file `result`, written anew into the folder by the command (status.json must also say done
+    or stopped); with `result` None it is the command's exit code. A failure recorded in errors/ always
+    counts.
+    """
+    _clear(folder)
+    before = _stamp(folder, result)
+    token = uuid.uuid4().hex
+    with _Signals() as signals:
+        child = _start(command, _child_environment(token, environment or {}))
+        relay = _Relay(child)
+        try:
+            code = _wait(child, relay, signals, folder)
+        finally:
+            end_processes(token)
+            child.wait()
+            relay.finish()
+            folder.stop_file.unlink(missing_ok=True)
+    _judge(folder, result, before, code, signals.names)
+
+
+def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the command; its output goes where ours goes, or into pipes when ours is not a plain file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return subprocess.Popen(
+        list(command),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,
+        stderr=None if sys.stderr is sys.__stderr__ else subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def _child_environment(token: str, additions: Mapping[str, str]) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in FOREIGN_VARIABLES and not name.startswith(FOREIGN_PREFIXES)
+    }
+    ours = {"FTCLI_LAUNCHED": token, "FTCLI_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    return {**kept, **additions, **ours}
+
+
+class _Signals:
+    """Collects the names of stop signals while it is entered; outside the main thread there are none."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else here: a handler may interrupt a print, and a second print inside it would raise.
+        self.names.append(signal.Signals(number).name)
+
+
+class _Relay:
+    """Passes the child's output on by line, in the calling thread: a notebook shows it in the right cell."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self._lines: queue.Queue[tuple[str, str]] = queue.Queue()
+        self._threads = [
+            threading.Thread(target=self._read, args=(pipe, name), daemon=True)
+            for pipe, name in ((child.stdout, "stdout"), (child.stderr, "stderr"))
+            if pipe is not None
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, pipe: IO[bytes], name: str) -> None:
+        # newline="": a progress bar's carriage returns end a line and are passed on as they are
+        with io.TextIOWrapper(pipe, encoding="utf-8", errors="replace", newline="") as lines:
+            for line in lines:
+                self._lines.put((name, line))
+
+    def pass_on(self, timeout: float) -> None:
+        """Write what has arrived; waits up to `timeout` seconds for the first line."""
+        if not self._threads:
+            return
+        try:
+            name, line = self._lines.get(timeout=timeout)
+            while True:
+                getattr(sys, name).write(line)
+                name, line = self._lines.get_nowait()
+        except queue.Empty:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    def finish(self) -> None:
+        """Write the rest, once the child and everything below it are gone."""
+        for thread in self._threads:
+            thread.join(timeout=2.0)
+        self.pass_on(timeout=0.01)
+
+
+def _wait(child: subprocess.Popen[bytes], relay: _Relay, signals: _Signals, folder: RunFolder) -> int | None:
+    """Wait for the child's exit code; None when we must end it: a second signal, or ranks that hang."""
+    is_stopping, failed_at, next_look = False, None, 0.0
+    while child.poll() is None:
+        relay.pass_on(timeout=0.05)
+        if not relay._threads:
+            time.sleep(0.05)
+        if signals.names and not is_stopping:
+            is_stopping = True
+            folder.write_text("stop", signals.names[0] + "\n")
+            say(f"ftcli: {signals.names[0]}: stopping after the current step; a second signal ends it at once")
+        if len(signals.names) > 1:
+            say(f"ftcli: {signals.names[1]}: ending all processes")
+            return None
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + 1.0
+            if failed_at is None and failure_records(folder):
+                failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > FAILURE_GRACE_SECONDS:
+            say("ftcli: a rank has failed and others hang: ending all processes")
+            return None
+    return child.returncode
+
+
+def end_processes(token: str) -> None:
+    """End every process that inherited FTCLI_LAUNCHED=`token`: asked first, killed a few seconds later.
+
+    The environment is the only trace: torchrun starts each rank in a session of its own, and a rank whose
+    launcher died has another parent.
+    """
+    import psutil
+
+    for _ in range(5):
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("FTCLI_LAUNCHED") == token and process.pid != os.getpid():
+                    process.terminate()
+                    found.append(process)
+            except psutil.Error:  # gone meanwhile, or somebody else's
+                continue
+        if not found:
+            return
+        for process in psutil.wait_procs(found, timeout=TERMINATE_SECONDS)[1]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+def _clear(folder: RunFolder) -> None:
+    """Remove what an earlier launch into this folder may have left: it must not stop or fail this one."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    for stale in (folder.stop_file, *folder.errors.glob("rank-*.json")):
+        stale.unlink(missing_ok=True)
+
+
+def _stamp(folder: RunFolder, result: str | None) -> tuple[int, int] | None:
+    if result is None or not (folder.path / result).exists():
+        return None
+    facts = (folder.path / result).stat()
+    return facts.st_mtime_ns, facts.st_ino
+
+
+def _judge(
+    folder: RunFolder,
+    result: str | None,
+    before: tuple[int, int] | None,
+    code: int | None,
+    signals: list[str],
+) -> None:
+    """Return if the run succeeded; else print the reason as the last lines of stderr and raise."""
+    is_fresh = _stamp(folder, result) not in (None, before)
+    status = folder.status() if is_fresh and result == "status.json" else {}
+    if records := failure_records(folder):
+        first = records[0]
+        if first["exit_code"] != EXIT_INPUT:
+            say(f"\n{first['traceback'].rstrip()}")
+        raise _failure(folder, f"rank {first['rank']}: {first['message']}", first["exit_code"])
+    if len(signals) > 1 and code is None:
+        raise _failure(folder, f"ended by a second signal ({signals[1]})")
+    if status.get("state") == "failed":
+        raise _failure(folder, status["error"], status["exit_code"] or EXIT_FAILED)
+    is_done = status.get("state") in ("done", "stopped") if result == "status.json" else is_fresh
+    if code == 0 if result is None else is_done:
+        if code != 0:
+            say(f"ftcli: the launcher ended with code {code}, but all work was done and written before")
+        return
+    raise _failure(
+        folder,
+        f"the launched processes ended (code {code}) without a result and without recording an error; what "
+        "they printed stands above. A process that the system kills, for instance for lack of host memory, "
+        "ends like this.",
+    )
+
+
+def _failure(folder: RunFolder, message: str, exit_code: int = EXIT_FAILED) -> LaunchError:
+    """Print the reason and return it as an error; a status left at running becomes failed."""
+    status = folder.status()
+    if status.get("state") == "running":
+        folder.write_status("failed", status["step"], exit_code, message)
+    say(message)
+    return LaunchError(message, exit_code)

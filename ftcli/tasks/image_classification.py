@@ -1,0 +1,145 @@
+"""Classify images: one label a row. Loss: cross-entropy summed over rows. B rows, C labels.
+
+Images go through the model's own Hugging Face image processor, on Pillow, so torchvision is not needed and pixels
+are the same with and without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..sampling import seed_of
+from .labels import classification_metrics, classification_rows, label_index, survey_labels
+from .protocol import Batch, Row, RowError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset
+    from PIL.Image import Image
+    from torch import Tensor, nn
+
+    from ..recipe import Recipe
+
+
+class Options(BaseModel):
+    """Keys of task_options for image_classification."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    labels: list[str] | None = Field(
+        None, description="Every label, in order; absent: those of the training rows, sorted."
+    )
+    flip: float = Field(
+        0.0, ge=0, le=1, description="Probability of mirroring a training image, drawn from (seed, epoch, row)."
+    )
+
+
+class Task:
+    """One image, one label."""
+
+    item: Literal["token", "sample"] = "sample"
+    columns: tuple[str, ...] = ("image", "label")
+    auto_class = "AutoModelForImageClassification"
+    peft_type: str | None = None
+
+    def __init__(self, recipe: Recipe, options: Options) -> None:
+        from ..models import load_image_processor
+
+        self.recipe, self.options = recipe, options
+        self.processor = load_image_processor(recipe.model)
+
+    def fingerprint(self) -> str:
+        """Return a digest of nothing that is stored: pixels are made when a batch is."""
+        return hashlib.sha256(b"image rows hold references").hexdigest()
+
+    def survey(self, rows: Dataset) -> dict[str, Any]:
+        """Return {"labels": names}."""
+        return {"labels": survey_labels(rows, self.options.labels)}
+
+    def encode(self, row: Row, facts: dict[str, Any]) -> Row:
+        """Return {"path", "bytes", "target", "items"}; raises `RowError` for what is no image."""
+        path, data = _reference(row["image"])
+        _open(path, data).close()
+        return {"path": path, "bytes": data, "target": label_index(row["label"], facts["labels"]), "items": 1}
+
+    def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
+        """Return the model with a head of C labels."""
+        from ..models import load_model
+
+        return load_model(self.auto_class, self.recipe, new_head=True, labels=facts["labels"], **kwargs)
+
+    def finish_model(self, model: nn.Module) -> None:
+        """Nothing to change."""
+
+    def blank(self, row: Row) -> Row:
+        """Return the row with a target that is ignored."""
+        return row | {"target": -100, "items": 0}
+
+    def collate(self, rows: list[Row]) -> Batch:
+        """Return pixel_values `[B, channels, height, width]` float32 and targets `[B]`."""
+        import torch
+
+        images = [self._image(row) for row in rows]
+        return {
+            "pixel_values": self.processor(images, return_tensors="pt")["pixel_values"],
+            "targets": torch.tensor([int(row["target"]) for row in rows]),
+        }
+
+    def _image(self, row: Row) -> Image:
+        from PIL import ImageOps
+
+        image = _open(row["path"], row["bytes"]).convert("RGB")
+        drawn = seed_of(self.recipe.seed, row["epoch"], row["id"]) / 2**63
+        return ImageOps.mirror(image) if row["training"] and drawn < self.options.flip else image
+
+    def count(self, batch: Batch) -> int:
+        """Return the rows that are not padding."""
+        return int((batch["targets"] != -100).sum())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the summed cross-entropy."""
+        from ..losses import cross_entropy_rows
+
+        return cross_entropy_rows(model(pixel_values=batch["pixel_values"]).logits, batch["targets"]).sum()
+
+    def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return loss, items, target and prediction of every row `[B]`."""
+        return classification_rows(model(pixel_values=batch["pixel_values"]).logits, batch["targets"])
+
+    def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return loss, accuracy and macro-F1."""
+        return classification_metrics(rows)
+
+    def save_processor(self, folder: str) -> None:
+        """Write the image processor."""
+        self.processor.save_pretrained(folder)
+
+    def probe(self, batch: Batch) -> Batch:
+        """Return what the plain model takes to give logits."""
+        return {"pixel_values": batch["pixel_values"]}
+
+
+def _reference(image: Any) -> tuple[str | None, bytes | None]:
+    """Return (path, None) of an image on this disk, or (None, its bytes)."""
+    if isinstance(image, str):
+        return image, None
+    if isinstance(image, dict):
+        return (image["path"], None) if image.get("bytes") is None else (None, image["bytes"])
+    if not hasattr(image, "save"):
+        raise RowError(f"has no image but {type(image).__name__}")
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return None, buffer.getvalue()
+
+
+def _open(path: str | None, data: bytes | None) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(data) if data is not None else str(path))
+    except (UnidentifiedImageError, OSError) as error:
+        raise RowError(f"cannot read image: {error}") from None

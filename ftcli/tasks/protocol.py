@@ -1,0 +1,73 @@
+"""The contract between a task and everything else. A task is one file; no base class, nothing to register.
+
+A task's module has `Options` (a pydantic model: the keys of `task_options`) and `Task`, which satisfies the
+protocol below. B: rows of a micro-batch, T: tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset
+    from torch import Tensor, nn
+
+    from ..recipe import Recipe
+
+Batch = dict[str, Any]
+Row = dict[str, Any]
+
+
+class RowError(ValueError):
+    """A row that the task cannot use; its source and number are added by whoever reads the rows."""
+
+
+class Task(Protocol):
+    """What is trained: rows to tensors, tensors to a summed loss, evaluation rows to metrics."""
+
+    item: Literal["token", "sample"]  # what the loss is a sum over
+    auto_class: str  # transformers' class that loads the model
+    peft_type: str | None  # peft's name of the task, for what it writes beside an adapter
+    columns: tuple[str, ...]  # columns that every row must have; empty: the task recognises several formats
+
+    def __init__(self, recipe: Recipe, options: Any) -> None: ...
+
+    def fingerprint(self) -> str:
+        """Return a text that changes whenever `encode` could give another result for the same row."""
+
+    def survey(self, rows: Dataset) -> dict[str, Any]:
+        """Return facts of the whole training set that rows and model depend on (label names); JSON values."""
+
+    def encode(self, row: Row, facts: dict[str, Any]) -> Row:
+        """Return one prepared row. Raises `RowError` for a row of the wrong shape."""
+
+    def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
+        """Return (transformers model, names of its new modules); `kwargs` go to `models.load_model`."""
+
+    def finish_model(self, model: nn.Module) -> None:
+        """Change the model, adapter included, before it is prepared: what its forward returns, for instance."""
+
+    def blank(self, row: Row) -> Row:
+        """Return the row as padding: the same shape, and it weighs nothing in loss and count."""
+
+    def collate(self, rows: list[Row]) -> Batch:
+        """Return tensors of B rows on the host. Rows carry `epoch` and `id` for seeded augmentation."""
+
+    def count(self, batch: Batch) -> int:
+        """Return how many items the loss of this batch is a sum over."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss, a float32 sum over the batch's items, a scalar. Calls the model once."""
+
+    def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return one value per row `[B]` for each name; must hold `loss` (a sum) and `items`."""
+
+    def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return metrics of all evaluation rows `[N]`; a pure function, in float64."""
+
+    def save_processor(self, folder: str) -> None:
+        """Write what turns raw input into tensors (tokenizer, image processor) into `folder`."""
+
+    def probe(self, batch: Batch) -> Batch:
+        """Return the part of a batch that the plain transformers model takes to give logits."""

@@ -1,0 +1,112 @@
+"""Classify texts: one label a row. Loss: cross-entropy summed over rows. B rows, T tokens, C labels."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .labels import classification_metrics, classification_rows, label_index, survey_labels
+from .protocol import Batch, Row, RowError
+from .tokens import attention_mask, pad
+
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset
+    from torch import Tensor, nn
+
+    from ..recipe import Recipe
+
+
+class Options(BaseModel):
+    """Keys of task_options for text_classification."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    labels: list[str] | None = Field(
+        None, description="Every label, in order; absent: those of the training rows, sorted."
+    )
+
+
+class Task:
+    """One text, one label."""
+
+    item: Literal["token", "sample"] = "sample"
+    columns: tuple[str, ...] = ("text", "label")
+    auto_class = "AutoModelForSequenceClassification"
+    peft_type: str | None = None
+
+    def __init__(self, recipe: Recipe, options: Options) -> None:
+        from ..models import load_tokenizer
+
+        self.recipe, self.options = recipe, options
+        self.tokenizer = load_tokenizer(recipe.model)
+
+    def fingerprint(self) -> str:
+        """Return a digest of the tokenizer."""
+        return hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+    def survey(self, rows: Dataset) -> dict[str, Any]:
+        """Return {"labels": names}."""
+        return {"labels": survey_labels(rows, self.options.labels)}
+
+    def encode(self, row: Row, facts: dict[str, Any]) -> Row:
+        """Return {"input_ids", "target", "items"}, cut to data.max_length."""
+        if not isinstance(row["text"], str) or not row["text"].strip():
+            raise RowError("has no text")
+        ids = self.tokenizer(row["text"], truncation=True, max_length=self.recipe.data.max_length)["input_ids"]
+        return {"input_ids": ids, "target": label_index(row["label"], facts["labels"]), "items": 1}
+
+    def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
+        """Return the model with a head of C labels."""
+        from ..models import load_model
+
+        return load_model(self.auto_class, self.recipe, new_head=True, labels=facts["labels"], **kwargs)
+
+    def finish_model(self, model: nn.Module) -> None:
+        """Tell a decoder which token is padding: it classifies at the last token that is not."""
+        model.config.pad_token_id = self.tokenizer.pad_token_id  # type: ignore[union-attr]
+
+    def blank(self, row: Row) -> Row:
+        """Return the row with a target that is ignored."""
+        return row | {"target": -100, "items": 0}
+
+    def collate(self, rows: list[Row]) -> Batch:
+        """Return input_ids, attention_mask `[B, T]` and targets `[B]`."""
+        import torch
+
+        ids = [list(row["input_ids"]) for row in rows]
+        return {
+            "input_ids": pad(ids, self.tokenizer.pad_token_id),
+            "attention_mask": attention_mask([len(row) for row in ids]),
+            "targets": torch.tensor([int(row["target"]) for row in rows]),
+        }
+
+    def count(self, batch: Batch) -> int:
+        """Return the rows that are not padding."""
+        return int((batch["targets"] != -100).sum())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the summed cross-entropy."""
+        from ..losses import cross_entropy_rows
+
+        inputs = {name: value for name, value in batch.items() if name != "targets"}
+        return cross_entropy_rows(model(**inputs).logits, batch["targets"]).sum()
+
+    def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return loss, items, target and prediction of every row `[B]`."""
+        inputs = {name: value for name, value in batch.items() if name != "targets"}
+        return classification_rows(model(**inputs).logits, batch["targets"])
+
+    def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return loss, accuracy and macro-F1."""
+        return classification_metrics(rows)
+
+    def save_processor(self, folder: str) -> None:
+        """Write the tokenizer."""
+        self.tokenizer.save_pretrained(folder)
+
+    def probe(self, batch: Batch) -> Batch:
+        """Return what the plain model takes to give logits."""
+        return {name: value for name, value in batch.items() if name != "targets"}

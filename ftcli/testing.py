@@ -1,0 +1,212 @@
+"""Test tools that ship: tiny real models and tokenizers built in memory, and any function on several CPU processes.
+
+Nothing is downloaded and nothing is mocked; a task written elsewhere can be held to the same contract with these.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer() -> Any:
+    """Return a byte-level tokenizer of 258 tokens with a ChatML template; padding and end token are the same."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<|im_start|>", "<|im_end|>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+    )
+
+
+def save_tiny_causal(folder: Path, *, tied: bool = True) -> Path:
+    """Write a two-layer Llama whose sizes no small world divides, with its tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=63,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return _save(LlamaForCausalLM(config), tiny_tokenizer(), folder)
+
+
+def save_tiny_encoder(folder: Path) -> Path:
+    """Write a two-layer BERT without a head, with its tokenizer."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=259,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=63,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+        pad_token_id=1,
+    )
+    return _save(BertModel(config), tiny_tokenizer(), folder)
+
+
+def save_tiny_vit(folder: Path) -> Path:
+    """Write a two-layer vision transformer for 16-pixel images, with its image processor."""
+    import torch
+    from transformers import ViTConfig, ViTModel
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=16,
+        patch_size=8,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=63,
+    )
+    return _save(ViTModel(config), _image_processor("ViT", 16), folder)
+
+
+def save_tiny_mobilenet(folder: Path) -> Path:
+    """Write a thin MobileNetV2 (batch normalisation, no input embeddings), with its image processor."""
+    import torch
+    from transformers import MobileNetV2Config, MobileNetV2Model
+
+    torch.manual_seed(0)
+    config = MobileNetV2Config(image_size=32, depth_multiplier=0.25, min_depth=8, tf_padding=False)
+    return _save(MobileNetV2Model(config), _image_processor("MobileNetV2", 32), folder)
+
+
+def _image_processor(name: str, size: int) -> Any:
+    import importlib
+
+    module = importlib.import_module(f"transformers.models.{name.lower().replace('v2', '_v2')}")
+    kind = getattr(module, f"{name}ImageProcessorPil", None) or getattr(module, f"{name}ImageProcessor")
+    side = {"height": size, "width": size}
+    return kind(size=side, crop_size=side, do_center_crop=False) if name != "ViT" else kind(size=side)
+
+
+def _save(model: Any, processor: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set environment variables for the duration of the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+def profile_environment(profile: str) -> dict[str, str]:
+    """Return what Accelerate's launcher exports for one of our profiles, by name."""
+    from .profiles import load_profile
+
+    values = load_profile(profile).values
+    if values["distributed_type"] == "FSDP":
+        settings = {key.upper(): str(value).lower() for key, value in values["fsdp_config"].items()}
+        settings["FSDP_STATE_DICT_TYPE"] = values["fsdp_config"]["fsdp_state_dict_type"]
+        settings["FSDP_AUTO_WRAP_POLICY"] = values["fsdp_config"]["fsdp_auto_wrap_policy"]
+        return {"ACCELERATE_USE_FSDP": "true", **settings}
+    if values["distributed_type"] == "DEEPSPEED":
+        section = values["deepspeed_config"]
+        return {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(section["zero_stage"]),
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": str(section.get("offload_optimizer_device", "none")),
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": str(section.get("offload_param_device", "none")),
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(section.get("zero3_init_flag", False)).lower(),
+        }
+    return {}
+
+
+def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, profile: str = "ddp") -> list[Any]:
+    """Return what `function(*args)` returned on each of `processes` CPU ranks under a profile's environment.
+
+    The function must be importable (top level of a module) and may prepare several runs after each other. An
+    exception on any rank is raised here with that rank's traceback.
+    """
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        **profile_environment(profile),
+    }
+    if profile == "single":
+        shared = {"OMP_NUM_THREADS": "1"}
+    results: Any = context.Queue()
+    children = [
+        context.Process(target=_on_rank, args=(rank, shared, function, args, results), daemon=True)
+        for rank in range(processes)
+    ]
+    for child in children:
+        child.start()
+    found: dict[int, Any] = {}
+    for _ in children:
+        rank, value, error = results.get(timeout=600)
+        if error is not None:
+            for child in children:
+                child.kill()
+            raise RuntimeError(f"rank {rank} failed:\n{error}")
+        found[rank] = value
+    for child in children:
+        child.join(timeout=60)
+        child.kill()
+    return [found[rank] for rank in range(processes)]
+
+
+def _on_rank(rank: int, shared: dict[str, str], function: Callable[..., Any], args: Any, results: Any) -> None:
+    os.environ.update(shared)
+    if "WORLD_SIZE" in shared:
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, function(*args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise

@@ -1,0 +1,124 @@
+"""What a user installs: a wheel or a checkout, each with its recipes and profiles found by name.
+
+Builds and installs for real, into a temporary folder. Knows nothing of what recipes and profiles say.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTED_EXTRAS = ("", "quickstart", "vision", "tensorboard", "notebook", "dev")
+
+
+def run_python(*arguments: str, cwd: Path, **environment: str) -> str:
+    """Run this interpreter in `cwd`, seeing only `environment`'s PYTHONPATH, and return its stdout."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "FTCLI_LAUNCHED")}
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def listed_names(output: str) -> list[str]:
+    """Return the first word of each line."""
+    return [line.split()[0] for line in output.splitlines() if line.strip()]
+
+
+def names_beside(folder: Path) -> list[str]:
+    """Return the names of the YAML files below `folder`, as `show` lists them."""
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
+    run_python(*pip, str(ROOT), cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("installed")
+    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target))
+    run_python(*pip, str(wheel), cwd=target)
+    return target
+
+
+def test_an_installed_wheel_finds_its_recipes_and_profiles_by_name(installed: Path, tmp_path: Path) -> None:
+    path = str(installed)
+    where = run_python("-c", "import ftcli; print(ftcli.__file__)", cwd=tmp_path, PYTHONPATH=path)
+    assert Path(where.strip()).is_relative_to(installed)  # this wheel, not the checkout
+
+    recipes = listed_names(run_python("-m", "ftcli", "show", "recipes", cwd=tmp_path, PYTHONPATH=path))
+    profiles = listed_names(run_python("-m", "ftcli", "show", "profiles", cwd=tmp_path, PYTHONPATH=path))
+    assert "quickstart" in recipes and recipes == names_beside(ROOT / "recipes")
+    assert "ddp" in profiles and profiles == names_beside(ROOT / "accelerate_configs")
+
+
+def test_an_editable_checkout_finds_its_recipes_and_profiles_by_name(tmp_path: Path) -> None:
+    where = run_python("-c", "import ftcli; print(ftcli.__file__)", cwd=tmp_path)
+    assert Path(where.strip()) == ROOT / "ftcli" / "__init__.py"
+
+    recipes = listed_names(run_python("-m", "ftcli", "show", "recipes", cwd=tmp_path))
+    profiles = listed_names(run_python("-m", "ftcli", "show", "profiles", cwd=tmp_path))
+    assert "quickstart" in recipes and recipes == names_beside(ROOT / "recipes")
+    assert "ddp" in profiles and profiles == names_beside(ROOT / "accelerate_configs")
+
+
+def test_the_wheel_holds_the_package_and_its_licence_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    outside = [name for name in names if not name.startswith(("ftcli/", "ftcli-0.1.0.dist-info/"))]
+    assert not outside
+    assert "ftcli-0.1.0.dist-info/licenses/LICENSE" in names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_the_wheel_brings_the_command_ftcli(installed: Path, tmp_path: Path) -> None:
+    script = str(installed / "bin" / "ftcli")
+    assert "Commands:" in run_python(script, "--help", cwd=tmp_path, PYTHONPATH=str(installed))
+
+
+def test_the_package_and_its_metadata_agree_on_the_version() -> None:
+    import ftcli
+
+    assert ftcli.__version__ == metadata.version("ftcli")
+
+
+def test_constraints_pin_every_tested_dependency_inside_its_bounds() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+", line) for line in lines)
+    pins = dict(line.split("==") for line in lines)
+    for extra in TESTED_EXTRAS:
+        for requirement in map(Requirement, metadata.requires("ftcli") or []):
+            if requirement.name == "ftcli" or not (
+                requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+            ):
+                continue
+            pinned = Version(pins[canonicalize_name(requirement.name)])
+            assert requirement.specifier.contains(pinned, prereleases=True), requirement
+
+
+def test_the_lower_bounds_admit_the_versions_the_gpu_tests_run_on() -> None:
+    oldest = {"torch": "2.11.0", "transformers": "5.17.0", "accelerate": "1.15.0"}
+    bounds = {r.name: r.specifier for r in map(Requirement, metadata.requires("ftcli") or [])}
+    assert all(bounds[name].contains(version) for name, version in oldest.items())

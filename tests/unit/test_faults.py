@@ -1,0 +1,160 @@
+"""The training process's side of trouble: records, stop requests, peers, loader workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ftcli.errors import InputError
+from ftcli.faults import StopRequest, failure_records, ignore_signals_in_workers, record_failure
+from ftcli.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def run_script(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_failure_is_recorded_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ValueError, match="boom"), record_failure(tmp_path):
+        raise ValueError("boom")
+    (record,) = failure_records(tmp_path)
+    assert (record["rank"], record["exit_code"], record["message"]) == (3, 1, "ValueError: boom")
+    assert record["traceback"].rstrip().endswith("ValueError: boom")
+    assert [path.name for path in (tmp_path / "errors").iterdir()] == ["rank-3.json"]
+
+
+def test_wrong_input_is_recorded_with_exit_code_2(tmp_path: Path) -> None:
+    with pytest.raises(InputError), record_failure(tmp_path):
+        raise InputError("no rows", hint="write some")
+    (record,) = failure_records(tmp_path)
+    assert record["exit_code"] == 2
+    assert record["message"] == "no rows\n    write some"
+
+
+def test_success_and_a_clean_exit_record_nothing(tmp_path: Path) -> None:
+    with record_failure(tmp_path):
+        pass
+    with pytest.raises(SystemExit), record_failure(tmp_path):
+        sys.exit(0)
+    assert failure_records(tmp_path) == []
+
+
+def test_a_failure_turns_a_running_status_into_a_failed_one_and_leaves_a_done_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for state, expected in (("running", "failed"), ("done", "done")):
+        folder.write_status(state, 4, 0)
+        with pytest.raises(ValueError), record_failure(folder):
+            raise ValueError("boom")
+        assert (folder.status()["state"], folder.status()["step"]) == (expected, 4)
+
+
+def test_under_torchrun_its_own_error_file_names_the_exception(tmp_path: Path) -> None:
+    script = (
+        "import sys; from ftcli.faults import record_failure\n"
+        "with record_failure(sys.argv[1]): raise ValueError('boom')"
+    )
+    file = tmp_path / "elastic.json"
+    run_script(script, str(tmp_path), TORCHELASTIC_ERROR_FILE=str(file))
+    assert json.loads(file.read_text())["message"]["message"] == "ValueError: boom"
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_is_a_stop_request_and_handlers_are_put_back(tmp_path: Path, number: signal.Signals) -> None:
+    before = [signal.getsignal(item) for item in STOP_SIGNALS]
+    with StopRequest.listening(tmp_path) as stop:
+        assert not stop.requested()
+        signal.raise_signal(number)
+        assert stop.requested() and stop.reason == number.name
+    assert [signal.getsignal(item) for item in STOP_SIGNALS] == before
+
+
+def test_a_second_signal_does_what_it_did_before(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), StopRequest.listening(tmp_path):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_below_our_parent_only_the_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCLI_LAUNCHED", "x")
+    before = signal.getsignal(signal.SIGTERM)
+    (tmp_path / "stop").write_text("SIGUSR1\n")
+    with StopRequest.listening(tmp_path) as stop:
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert stop.requested() and stop.reason == "SIGUSR1"
+
+
+def test_only_one_process_per_machine_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCLI_LAUNCHED", "x")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    (tmp_path / "stop").write_text("SIGTERM\n")
+    with StopRequest.listening(tmp_path) as stop:
+        assert not stop.requested()
+
+
+def test_a_stop_file_left_by_an_earlier_run_does_not_stop_this_one(tmp_path: Path) -> None:
+    (tmp_path / "stop").write_text("SIGTERM\n")
+    with StopRequest.listening(tmp_path) as stop:
+        assert not stop.requested()
+
+
+def test_the_file_is_polled_at_most_twice_a_second(tmp_path: Path) -> None:
+    with StopRequest.listening(tmp_path) as stop:
+        assert not stop.requested()
+        (tmp_path / "stop").touch()
+        assert not stop.requested()
+        time.sleep(0.55)
+        assert stop.requested() and stop.reason == "stop file"
+
+
+def test_a_request_without_a_folder_never_asks() -> None:
+    assert not StopRequest().requested()
+
+
+def test_a_rank_that_hangs_ends_after_a_peer_has_failed(tmp_path: Path) -> None:
+    script = (
+        "import json, sys, time; from pathlib import Path; from ftcli import faults\n"
+        "faults.PEER_GRACE_SECONDS = 0.5\n"
+        "faults.watch_peers(sys.argv[1])\n"
+        "errors = Path(sys.argv[1], 'errors'); errors.mkdir()\n"
+        "record = {'rank': 1, 'time': time.time(), 'exit_code': 1, 'message': 'm', 'traceback': ''}\n"
+        "(errors / 'rank-1.json').write_text(json.dumps(record))\n"
+        "time.sleep(30)"
+    )
+    began = time.monotonic()
+    result = run_script(script, str(tmp_path), RANK="0")
+    assert result.returncode == 1 and "another rank has failed" in result.stderr
+    assert time.monotonic() - began < 10
+
+
+def test_a_process_whose_parent_is_already_gone_ends(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    script = "import time; from ftcli.faults import watch_parent; watch_parent(); time.sleep(30)"
+    result = run_script(script, FTCLI_PARENT=str(gone.pid))
+    assert result.returncode == 1 and "is gone" in result.stderr
+
+
+def test_loader_workers_ignore_stop_signals() -> None:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    ignore_signals_in_workers(0)
+    ignored = [signal.getsignal(number) for number in STOP_SIGNALS]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert ignored == [signal.SIG_IGN] * 3

@@ -1,0 +1,299 @@
+"""How many processes, which command line, what is refused before anything starts; and one real launch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ftcli import launcher
+from ftcli.devices import check_devices, count_gpus, count_processes
+from ftcli.errors import InputError
+from ftcli.launcher import Machines
+from ftcli.profiles import Profile, load_profile
+from ftcli.run_folder import RunFolder
+from ftcli.supervision import LaunchError, supervise
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH_MARKS = (
+    "FTCLI_LAUNCHED",
+    "TORCHELASTIC_RUN_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "ACCELERATE_USE_CPU",
+)
+
+RECIPE = """
+task: sft
+model: {name: no/such-model}
+data: {train: rows.jsonl}
+batch: {global_size: 4}
+train: {max_steps: 2}
+optimizer: {learning_rate: 1e-4}
+"""
+
+
+@pytest.fixture(autouse=True)
+def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCH_MARKS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [("", 0), ("0", 1), ("0,2,5", 3), ("-1", 0), ("0,-1,2", 1), ("GPU-8f2e,GPU-77aa", 2)],
+)
+def test_visible_devices_say_how_many_gpus_there_are(visible: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
+
+
+def test_gpus_are_counted_from_the_drivers_own_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: GPU-1)'\necho '  MIG 1g: y'\necho 'GPU 1: X (UUID: GPU-2)'\n")
+    program.chmod(0o755)
+    assert count_gpus() == 2
+
+
+def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert count_gpus() == 0
+
+
+def test_the_default_is_every_visible_gpu_of_every_machine(four_gpus: None) -> None:
+    assert count_processes(load_profile("fsdp"), None) == 4
+    assert count_processes(load_profile("fsdp"), None, num_machines=2) == 8
+    assert count_processes(load_profile("ddp"), 3) == 3
+
+
+def test_a_profile_without_distribution_has_exactly_one_process(four_gpus: None) -> None:
+    assert count_processes(load_profile("single"), None) == 1
+    assert count_processes(None, 1) == 1
+    with pytest.raises(InputError, match="profile single has exactly one process, --num-processes is 2"):
+        count_processes(load_profile("single"), 2)
+    with pytest.raises(InputError, match="without a profile a run has exactly one process"):
+        count_processes(None, 2)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero3"])
+def test_without_gpus_the_error_names_the_rehearsal(name: str, no_gpu: None) -> None:
+    with pytest.raises(InputError, match="--cpu --num-processes 2"):
+        count_processes(load_profile(name), None)
+    assert "--cpu --num-processes 2" in str(check_devices(load_profile(name), 2)[0])
+    assert count_processes(load_profile(name), None, cpu=True) == 2
+    assert count_processes(load_profile(name), 1, cpu=True) == 1
+    assert not check_devices(load_profile(name), 5, cpu=True)
+
+
+def test_more_processes_than_gpus_is_an_error_that_names_the_number(four_gpus: None) -> None:
+    assert not check_devices(load_profile("ddp"), 4)
+    assert not check_devices(load_profile("ddp"), 8, num_machines=2)
+    (problem,) = check_devices(load_profile("ddp"), 5)
+    assert problem.what == "5 processes on this machine, but it has 4 visible GPUs"
+    assert "--num-processes 4" in problem.hint
+
+
+def test_no_number_of_processes_below_one() -> None:
+    with pytest.raises(InputError, match="--num-processes is 0"):
+        count_processes(load_profile("ddp"), 0, cpu=True)
+
+
+def test_the_launch_line_is_plain_accelerate() -> None:
+    profile = load_profile("ddp")
+    machines = Machines(count=2, rank=1, main_ip="10.0.0.1", main_port=29400)
+    line = launcher.launch_line(["train", "r.yaml"], profile, 8, machines, ["--max_restarts", "3"])
+    assert shlex.join(line) == (
+        f"accelerate launch --config_file {profile.path} --num_processes 8 --num_machines 2 --machine_rank 1 "
+        "--main_process_ip 10.0.0.1 --main_process_port 29400 --max_restarts 3 -m ftcli train r.yaml"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("--mixed_precision=bf16", "precision in the recipe"),
+        ("--mixed-precision", "precision in the recipe"),
+        ("--num_proc", "--num-processes"),
+        ("--cpu", "--cpu to ftcli"),
+        ("-m", "starts itself"),
+        ("--use_deepspeed", "in the profile"),
+        ("--fsdp_offload_params", "in the profile"),
+        ("--gradient_accumulation_steps", "in the profile"),
+    ],
+)
+def test_arguments_that_would_beat_recipe_or_profile_are_refused(recipe: Path, argument: str, hint: str) -> None:
+    with pytest.raises(InputError) as caught:
+        launcher.train(recipe, "ddp", cpu=True, launch_arguments=[argument, "x"])
+    assert argument in str(caught.value) and hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_processes": 3, "cpu": True}, "batch.global_size 4 cannot be shared out over 3 processes"),
+        ({"num_processes": 64}, "64 processes on this machine, but it has 4 visible GPUs"),
+        ({"num_machines": 2, "num_processes": 4}, "several machines need --main-process-ip"),
+        ({"num_machines": 2, "machine_rank": 2, "num_processes": 4}, "--machine-rank 2 of --num-machines 2"),
+        ({"num_machines": 3, "num_processes": 4}, "4 processes cannot be shared out over 3 machines"),
+        ({"overrides": ["batch.globl_size=2"]}, "globl_size"),
+    ],
+)
+def test_wrong_input_is_found_before_anything_starts_and_leaves_no_folder(
+    recipe: Path, four_gpus: None, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        launcher.train(recipe, "ddp", **options)  # type: ignore[arg-type]
+    assert not Path("runs").exists()
+
+
+def test_machines_that_the_profile_fixes_count_too(recipe: Path, four_gpus: None) -> None:
+    Path("two.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nmachine_rank: 1\n")
+    profile = load_profile("two.yaml")
+    assert Machines.of(profile, 1, 0, "10.0.0.1", 29400) == Machines(2, 1, "10.0.0.1", 29400)
+    with pytest.raises(InputError, match="several machines need --main-process-ip"):
+        launcher.train(recipe, "two.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_processes": 2}, "without a profile a run has exactly one process"),
+        ({"num_machines": 2}, "several machines need a profile"),
+        ({"launch_arguments": ["--max_restarts", "3"]}, "arguments for accelerate need a profile"),
+    ],
+)
+def test_what_only_a_launch_can_do_is_not_ignored_without_a_profile(
+    recipe: Path, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        launcher.train(recipe, **options)  # type: ignore[arg-type]
+    assert not Path("runs").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_kept(recipe: Path) -> None:
+    folder = Path("runs/tiny")
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("task: other\n")
+    with pytest.raises(InputError, match="already holds a run"):
+        launcher.train(recipe, "ddp", cpu=True)
+    assert (folder / "recipe.yaml").read_text() == "task: other\n"
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"FTCLI_LAUNCHED": "x"},
+        {"TORCHELASTIC_RUN_ID": "none"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+        {
+            "ACCELERATE_USE_CPU": "False",
+            "ACCELERATE_MIXED_PRECISION": "no",
+            "ACCELERATE_DYNAMO_BACKEND": "NO",
+        },
+    ],
+)
+def test_every_launcher_is_recognised(marks: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not launcher.is_launched()
+    for name, value in marks.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.is_launched()
+
+
+def test_a_variable_the_user_exported_is_not_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "info")
+    assert not launcher.is_launched()
+
+
+FAILING_RANK = """
+import os, sys, time
+import torch.distributed as dist
+from ftcli.faults import record_failure, watch_parent
+assert os.environ["WORLD_SIZE"] == "2" and "FTCLI_LAUNCHED" in os.environ
+with open(f"{sys.argv[1]}/pid-{os.environ['RANK']}", "w") as file:
+    file.write(str(os.getpid()))
+with record_failure(sys.argv[1]):
+    watch_parent()
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise ValueError("boom on one rank")
+    dist.barrier()
+"""
+
+
+def profile_command(profile: Profile, processes: int, *worker: str) -> list[str]:
+    head = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(profile.path)]
+    return [*head, "--num_processes", str(processes), "--main_process_port", "0", *worker]
+
+
+def test_through_accelerate_an_error_on_one_rank_ends_all_and_is_printed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = tmp_path / "rank.py"
+    script.write_text(FAILING_RANK)
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="rank 1: ValueError: boom on one rank"):
+        supervise(profile_command(load_profile("fsdp"), 2, str(script), str(tmp_path)), folder=RunFolder(tmp_path))
+    assert time.monotonic() - began < 30
+    assert capsys.readouterr().err.splitlines()[-1] == "rank 1: ValueError: boom on one rank"
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "expected"),
+    [
+        ("single", 1, {"ACCELERATE_USE_CPU": "False"}),
+        ("ddp", 2, {"WORLD_SIZE": "2"}),
+        ("ddp", 1, {"WORLD_SIZE": "1"}),
+        ("fsdp", 2, {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
+        (
+            "zero3",
+            2,
+            {"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+        ),
+    ],
+)
+def test_accelerate_starts_every_profile_without_a_gpu(
+    name: str, processes: int, expected: dict[str, str], tmp_path: Path, no_gpu: None
+) -> None:
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "json.dump(dict(os.environ), open(f\"{sys.argv[1]}/{os.environ.get('RANK', '0')}.json\", 'w'))\n"
+    )
+    subprocess.run(profile_command(load_profile(name), processes, str(script), str(tmp_path)), check=True, timeout=60)
+    seen = [path.read_text() for path in tmp_path.glob("*.json")]
+    assert len(seen) == processes
+    for variable, value in expected.items():
+        assert all(f'"{variable}": "{value}"' in text for text in seen)

@@ -1,0 +1,62 @@
+"""Micro-batches, accumulation, steps and warm-up, worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftcli.errors import InputError
+from ftcli.planning import derive_batches, derive_steps
+from ftcli.recipe import Train
+
+
+@given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 16))
+def test_a_plan_shares_out_the_global_batch_exactly(share: int, most: int, processes: int) -> None:
+    micro, accumulation = derive_batches(share * processes, most, processes)
+    assert micro <= most
+    assert micro * accumulation * processes == share * processes
+
+
+@pytest.mark.parametrize(
+    ("global_size", "most", "processes", "expected"),
+    [
+        (8, 8, 1, (8, 1)),
+        (8, 3, 1, (2, 4)),
+        (8, 8, 2, (4, 1)),
+        (24, 8, 3, (8, 1)),
+        (7, 4, 1, (1, 7)),
+        (64, 5, 8, (4, 2)),
+    ],
+)
+def test_the_micro_size_is_the_largest_divisor_that_fits(
+    global_size: int, most: int, processes: int, expected: tuple[int, int]
+) -> None:
+    assert derive_batches(global_size, most, processes) == expected
+
+
+def test_a_batch_that_cannot_be_shared_names_the_nearest_sizes() -> None:
+    with pytest.raises(InputError, match="batch.global_size 8 cannot be shared out over 3 processes") as caught:
+        derive_batches(8, 4, 3)
+    assert "use 6 or 9" in str(caught.value)
+
+
+def test_fewer_rows_than_processes_name_only_sizes_that_exist() -> None:
+    with pytest.raises(InputError) as caught:
+        derive_batches(2, 4, 4)
+    assert "use 4," in str(caught.value)
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(1.0, (6, 6)), (3.0, (6, 18)), (0.5, (6, 3)), (0.1, (6, 1))])
+def test_an_epoch_is_cut_to_whole_batches(epochs: float, expected: tuple[int, int]) -> None:
+    assert derive_steps(Train(epochs=epochs), rows=50, global_size=8) == expected
+
+
+def test_steps_are_unknown_until_the_rows_are() -> None:
+    assert derive_steps(Train(epochs=1.0), rows=None, global_size=8) == (None, None)
+    assert derive_steps(Train(max_steps=9), rows=None, global_size=8) == (None, 9)
+
+
+def test_too_few_rows_for_one_batch_are_an_error() -> None:
+    with pytest.raises(InputError, match="data.train has 5 rows, fewer than batch.global_size 8"):
+        derive_steps(Train(max_steps=9), rows=5, global_size=8)

@@ -1,0 +1,79 @@
+"""The order of the rows: a pure function of seed and step, the same set of rows in every step on every world."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftcli.sampling import PADDING, EvalOrder, TrainOrder, digest, epoch_order, held_out, seed_of
+
+SIZES = st.sampled_from([(8, 1, 1), (8, 2, 1), (8, 4, 2), (8, 8, 1), (8, 2, 4), (12, 3, 2), (12, 1, 12)])
+
+
+def step_rows(order: TrainOrder, step: int) -> list[int]:
+    """Return the row indices of one step, over all processes, sorted."""
+    per_step = order.global_size // order.batch_size
+    batches = list(order)[step * per_step : (step + 1) * per_step]
+    return sorted(index for batch in batches for _, index in batch)
+
+
+@given(SIZES, st.integers(12, 60), st.integers(0, 5))
+def test_a_step_holds_the_same_rows_for_any_micro_size(sizes: tuple[int, int, int], rows: int, seed: int) -> None:
+    global_size, micro, _ = sizes
+    common = {"global_size": global_size, "seed": seed, "first_step": 0, "steps": 7}
+    reference = TrainOrder(rows, micro_size=global_size, **common)
+    other = TrainOrder(rows, micro_size=micro, **common)
+    assert [step_rows(reference, s) for s in range(7)] == [step_rows(other, s) for s in range(7)]
+
+
+@given(st.integers(8, 60), st.integers(0, 3))
+def test_an_epoch_gives_no_row_twice_and_drops_less_than_a_batch(rows: int, seed: int) -> None:
+    per_epoch = rows // 8
+    order = TrainOrder(rows, global_size=8, micro_size=4, seed=seed, first_step=0, steps=per_epoch)
+    seen = [index for batch in order for _, index in batch]
+    assert len(set(seen)) == len(seen) == per_epoch * 8
+
+
+def test_starting_at_a_step_continues_the_same_order() -> None:
+    whole = list(TrainOrder(30, global_size=8, micro_size=2, seed=1, first_step=0, steps=9))
+    rest = list(TrainOrder(30, global_size=8, micro_size=2, seed=1, first_step=5, steps=9))
+    assert whole[5 * 4 :] == rest
+
+
+def test_epochs_and_seeds_give_other_orders() -> None:
+    orders = [tuple(epoch_order(50, seed, epoch)) for seed in range(3) for epoch in range(3)]
+    assert len(set(orders)) == 9
+
+
+def test_the_order_is_defined_by_this_project_and_never_changes() -> None:
+    assert epoch_order(10, 0, 0).tolist() == [0, 7, 1, 9, 6, 8, 3, 2, 5, 4]
+    assert seed_of(1, 2, 3) == 7510213797696614745
+
+
+@given(st.integers(1, 17), st.integers(1, 4), st.integers(1, 3))
+def test_evaluation_gives_every_row_once_and_every_process_as_many_batches(rows: int, micro: int, world: int) -> None:
+    batches = list(EvalOrder(rows, micro_size=micro, processes=world))
+    assert len(batches) == len(EvalOrder(rows, micro_size=micro, processes=world))
+    assert len(batches) % world == 0
+    assert all(len(batch) == micro for batch in batches)
+    real = [index for batch in batches for _, index in batch if index != PADDING]
+    assert real == list(range(rows))
+
+
+def test_the_digest_depends_on_the_set_of_rows_only() -> None:
+    ids = np.array([5, 9, 2, 7], dtype=np.int64)
+    assert digest(ids) == digest(ids[::-1].copy()) == (digest(ids[:2]) + digest(ids[2:])) % 2**64
+    assert digest(ids) != digest(np.array([5, 9, 2, 8], dtype=np.int64))
+    assert digest(np.array([5, 5], dtype=np.int64)) != digest(np.array([5], dtype=np.int64))
+    assert digest(np.array([5, PADDING], dtype=np.int64)) == digest(np.array([5], dtype=np.int64))
+
+
+def test_held_out_rows_are_disjoint_and_complete() -> None:
+    train, held = held_out(20, 6, seed=3)
+    assert sorted([*train, *held]) == list(range(20))
+    assert len(held) == 6
+
+
+def test_a_seed_depends_on_every_part_and_their_order() -> None:
+    assert len({seed_of(0, 1, 2), seed_of(0, 2, 1), seed_of(1, 0, 2), seed_of(0, 1, 3), seed_of(0, 1)}) == 5

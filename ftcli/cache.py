@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +119,6 @@ def _numbered(rows: Dataset) -> Dataset:
 
 
 def _encode(task: Task, rows: Dataset, source: str, facts: dict[str, Any]) -> Dataset:
-    from datasets import disable_progress_bars, enable_progress_bars
-
     from .tasks.protocol import RowError
 
     def encode(row: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +128,6 @@ def _encode(task: Task, rows: Dataset, source: str, facts: dict[str, Any]) -> Da
             raise RowError(f"row {row['id'] + 1} of {source}: {error}") from None
 
     workers = min(os.cpu_count() or 1, 16) if len(rows) >= PARALLEL_FROM else None
-    (enable_progress_bars if sys.stderr.isatty() else disable_progress_bars)()
     fingerprint = hashlib.sha256(f"{source}{os.getpid()}{time.time_ns()}".encode()).hexdigest()[:16]
     try:
         return rows.map(

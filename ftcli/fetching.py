@@ -16,6 +16,9 @@ from .rows import local_path
 
 def fetch(recipe: str | Path, overrides: Sequence[str] = ()) -> None:
     """Fetch the model and the data of `recipe`, and prepare its rows. Raises `InputError` for unknown names."""
+    from .models import quiet_libraries
+
+    quiet_libraries()
     loaded = load_recipe(recipe, overrides)
     for name in _names(loaded):
         if name.startswith("asset:"):

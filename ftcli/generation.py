@@ -22,6 +22,9 @@ def generate(
     """
     import torch
 
+    from .models import quiet_libraries
+
+    quiet_libraries()
     tokenizer, model = _load(str(target))
     answers = []
     for prompt in prompts:

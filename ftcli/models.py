@@ -6,6 +6,9 @@ Knows nothing of tasks' losses, of hardware or of the loop; every function impor
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,23 @@ if TYPE_CHECKING:
     from .recipe import Model, Recipe
 
 MOST_NEW = 0.2  # share of new parameters above which the weights were made for another architecture
+
+
+def quiet_libraries() -> None:
+    """Leave errors to transformers and datasets, and progress bars to where a person watches one process.
+
+    What other libraries say of their own future to each other is no news for whoever trains a model.
+    """
+    import datasets
+    import transformers
+
+    for module in ("torch.distributed", "transformers", "accelerate", "deepspeed", "peft"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module.replace(".", r"\."))
+    transformers.logging.set_verbosity_error()
+    datasets.logging.set_verbosity_error()
+    if not sys.stderr.isatty() or os.environ.get("LOCAL_RANK", "0") != "0":
+        transformers.utils.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
 
 
 def load_tokenizer(section: Model) -> Any:

@@ -102,9 +102,11 @@ def prepare(
     from . import hardware as hardware_package
     from .adapters import add_adapter
     from .hardware.precision import load_dtype
+    from .models import quiet_libraries
     from .optimizers import build_optimizer
     from .tasks import build_task
 
+    quiet_libraries()
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     derive_plan(loaded, world)
@@ -193,7 +195,7 @@ def _describe(recipe: Recipe, plan: Plan, rows: PreparedRows) -> str:
 def _count_parameters(hardware: Hardware, model: nn.Module) -> str:
     from .hardware import full_shape
 
-    sizes = [(full_shape(p).numel(), p.requires_grad) for p in hardware.accelerator.unwrap_model(model).parameters()]
+    sizes = [(full_shape(p).numel(), p.requires_grad) for p in hardware.unwrap(model).parameters()]
     trained, total = sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
     return f"{trained / 1e6:.2f} of {total / 1e6:.2f} million parameters trained ({100 * trained / total:.2f} %)"
 

@@ -135,26 +135,24 @@ def environment(**values: str) -> Iterator[None]:
             os.environ[name] = value
 
 
-def profile_environment(profile: str) -> dict[str, str]:
-    """Return what Accelerate's launcher exports for one of our profiles, by name."""
+def profile_environment(profile: str, processes: int = 2) -> dict[str, str]:
+    """Return what Accelerate's own launcher exports for one of our profiles, by name."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
     from .profiles import load_profile
 
-    values = load_profile(profile).values
-    if values["distributed_type"] == "FSDP":
-        settings = {key.upper(): str(value).lower() for key, value in values["fsdp_config"].items()}
-        settings["FSDP_STATE_DICT_TYPE"] = values["fsdp_config"]["fsdp_state_dict_type"]
-        settings["FSDP_AUTO_WRAP_POLICY"] = values["fsdp_config"]["fsdp_auto_wrap_policy"]
-        return {"ACCELERATE_USE_FSDP": "true", **settings}
-    if values["distributed_type"] == "DEEPSPEED":
-        section = values["deepspeed_config"]
-        return {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(section["zero_stage"]),
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": str(section.get("offload_optimizer_device", "none")),
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": str(section.get("offload_param_device", "none")),
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(section.get("zero3_init_flag", False)).lower(),
-        }
-    return {}
+    found = load_profile(profile)
+    line = ["--config_file", str(found.path), "--num_processes", str(processes), "--main_process_port", "0", "x.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(line))
+    if found.distributed_type == "NO":
+        return {}
+    if found.distributed_type == "DEEPSPEED":
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(found.values["deepspeed_config"])
+        _, exported = prepare_deepspeed_cmd_env(arguments)
+    else:
+        exported = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in exported.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
 def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, profile: str = "ddp") -> list[Any]:
@@ -173,7 +171,7 @@ def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, pro
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        **profile_environment(profile),
+        **profile_environment(profile, processes),
     }
     if profile == "single":
         shared = {"OMP_NUM_THREADS": "1"}

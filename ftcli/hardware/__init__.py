@@ -1,6 +1,7 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
-A backend is a module with `options`, `configure`, `fit`, `clip`, `settle` and `full_parameter`; `build` picks it.
+A backend is a module with `options`, `configure`, `fit`, `unwrap`, `clip`, `settle` and
+`full_parameter`; `build` picks it.
 """
 
 from __future__ import annotations
@@ -51,13 +52,18 @@ class Hardware:
         norm: Tensor = self.backend.clip(self.accelerator, model, max_norm)
         return norm
 
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model as it was before `prepare`."""
+        inner: nn.Module = self.backend.unwrap(model)
+        return inner
+
     def parameters(self, model: nn.Module, *, trained_only: bool) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, whole value on the host) of every parameter; the value is None except on the main process.
 
         A collective: every rank iterates to the end. One parameter is whole at a time. Names are those of the
         model before `prepare`; a tied weight comes once, under its first name.
         """
-        inner = self.accelerator.unwrap_model(model)
+        inner = self.unwrap(model)
         self.backend.settle(inner)
         for name, parameter in inner.named_parameters():
             if parameter.requires_grad or not trained_only:
@@ -66,7 +72,7 @@ class Hardware:
 
     def check_dtypes(self, model: nn.Module, recipe: Recipe) -> str:
         """Return the dtype policy as one line of text; raises when the prepared model does not follow it."""
-        return precision.check(self.accelerator.unwrap_model(model), recipe)
+        return precision.check(self.unwrap(model), recipe)
 
     def close(self) -> None:
         """Leave the process group in good order."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor, nn
@@ -30,6 +32,11 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
 def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Return the model on the device."""
     return model.to(accelerator.device)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside the copy that averages gradients."""
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None) -> Tensor:

@@ -37,6 +37,12 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return model
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside DeepSpeed's engine."""
+    inner: Any = model.module
+    return inner
+
+
 def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None) -> Tensor:
     """Return the global norm before clipping; DeepSpeed clipped, with the value that `configure` wrote, and stepped."""
     norm: Any = model.get_global_grad_norm()  # type: ignore[operator]

@@ -35,16 +35,41 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
 
 
 def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return the model on the host; sharding moves it. A model without input embeddings says so without an error."""
+    """Return the model on the host; sharding moves it.
+
+    Accelerate makes a unit of its own of the input embeddings. Where a model has none it raises instead of saying
+    so, and where they are inside a block that is a unit already they would be sharded twice; both fail in prepare.
+    """
     inner: Any = model
     if hasattr(model, "get_base_model"):
         inner = inner.get_base_model()
     try:
-        inner.get_input_embeddings()
+        embeddings = inner.get_input_embeddings()
     except NotImplementedError:
-        # Accelerate asks for them to shard them apart (its own unit); None means there are none.
-        inner.get_input_embeddings = lambda: None
-        model.get_input_embeddings = lambda: None  # type: ignore[assignment]
+        embeddings = None
+    if embeddings is None or _is_in_a_unit(accelerator, inner, embeddings):
+        _answer_none_once(model)
+    return model
+
+
+def _is_in_a_unit(accelerator: Accelerator, model: nn.Module, embeddings: nn.Module) -> bool:
+    plugin = accelerator.state.fsdp_plugin
+    names = plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
+    units = [module for module in model.modules() if type(module).__name__ in set(names)]
+    return any(embeddings is module for unit in units for module in unit.modules())
+
+
+def _answer_none_once(model: Any) -> None:
+    """Let the next question for input embeddings, which is Accelerate's, be answered with None."""
+
+    def answer() -> None:
+        del model.__dict__["get_input_embeddings"]
+
+    model.__dict__["get_input_embeddings"] = answer
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model: it is sharded in place."""
     return model
 
 

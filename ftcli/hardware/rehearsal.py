@@ -30,6 +30,7 @@ def start_on_cpu() -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for others, and complain
     if "WORLD_SIZE" in os.environ and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))
     state = PartialState(cpu=True)

@@ -183,8 +183,8 @@ def test_a_missing_conversion_package_names_the_extra(
     find_spec = importlib.util.find_spec
     missing = {"gguf", "sklearn"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find_spec(name))
-    for name in ("smollm2-135m-instruct", "digits"):
-        with pytest.raises(InputError, match=r"is not installed[\s\S]*pip install 'ftcli\[quickstart\]'"):
+    for name, extra in (("smollm2-135m-instruct", "quickstart"), ("digits", "vision")):
+        with pytest.raises(InputError, match=rf"is not installed[\s\S]*pip install 'ftcli\[{extra}\]'"):
             fetch_asset(name)
 
 

@@ -1,0 +1,29 @@
+"""What every test shares: a cache of prepared rows of its own, so that tests neither see nor fill the user's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Point ftcli's cache at a temporary folder; assets fetched before are linked in, not fetched again."""
+    from ftcli.assets import cache_root
+
+    real = cache_root()
+    folder = tmp_path_factory.mktemp("cache")
+    real.joinpath("assets").mkdir(parents=True, exist_ok=True)
+    (folder / "assets").symlink_to(real / "assets")
+    before = os.environ.get("FTCLI_CACHE")
+    os.environ["FTCLI_CACHE"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["FTCLI_CACHE"]
+    else:
+        os.environ["FTCLI_CACHE"] = before
+    shutil.rmtree(folder, ignore_errors=True)

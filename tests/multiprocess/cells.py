@@ -1,0 +1,109 @@
+"""Small recipes that stretch the spine, and one function that trains them: run on one process and under profiles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from ftcli.recipe import Recipe
+
+STEPS = 4
+
+
+def write_inputs(folder: Path) -> None:
+    """Write tiny models and rows of variable length; nothing is downloaded."""
+    from PIL import Image
+
+    from ftcli import testing
+
+    testing.save_tiny_causal(folder / "tied")
+    testing.save_tiny_causal(folder / "untied", tied=False)
+    testing.save_tiny_encoder(folder / "encoder")
+    testing.save_tiny_vit(folder / "vit")
+    testing.save_tiny_mobilenet(folder / "mobilenet")
+    draw = random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta", "eps"]
+
+    def text(most: int) -> str:
+        return " ".join(draw.choices(words, k=draw.randint(1, most)))
+
+    chats = [{"prompt": text(6), "completion": text(9)} for _ in range(42)]
+    texts = [{"text": f"{label} {text(8)}", "label": label} for label in draw.choices(["x", "y", "z"], k=42)]
+    for name, rows in (("chats", chats), ("texts", texts)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    for index in range(30):
+        label = ["red", "green"][index % 2]
+        (folder / "images" / label).mkdir(parents=True, exist_ok=True)
+        shade = tuple(draw.randint(0, 90) + (130 if channel == index % 2 else 0) for channel in range(3))
+        Image.new("RGB", (20, 20), shade).save(folder / "images" / label / f"{index}.png")
+
+
+def cell(folder: Path, name: str, **changes: Any) -> Recipe:
+    """Return one small recipe by name; `changes` replace whole sections."""
+    sources = {"sft": "chats.jsonl", "text_classification": "texts.jsonl", "image_classification": "images"}
+    task, model, adapter = CELLS[name]
+    values: dict[str, Any] = {
+        "task": task,
+        "model": {"name": str(folder / model), "dropout": 0.0},
+        "data": {"train": str(folder / sources[task]), "eval_rows": 5, "max_length": 128},
+        "adapter": adapter,
+        "batch": {"global_size": 12, "micro_size": 3},
+        "train": {"max_steps": STEPS},
+        "optimizer": {"learning_rate": 5e-3, "weight_decay": 0.1, "max_grad_norm": 0.5},
+        "schedule": {"name": "cosine", "warmup_steps": 2},
+    }
+    if task == "image_classification":
+        values["task_options"] = {"flip": 0.5}
+    return Recipe.model_validate(values | changes)
+
+
+LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
+CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sft-tied": ("sft", "tied", {}),
+    "sft-untied": ("sft", "untied", {}),
+    "sft-lora": ("sft", "tied", LORA),
+    "text": ("text_classification", "encoder", {}),
+    "text-lora": ("text_classification", "encoder", LORA),
+    "vit": ("image_classification", "vit", {}),
+    "mobilenet": ("image_classification", "mobilenet", {}),
+}
+
+
+def train_cells(folder: Path, names: list[str], changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train each cell in this process (one rank of several, or the only one) and return what it showed."""
+    return {name: train_recipe(cell(folder, name, **(changes or {}))) for name in names}
+
+
+def train_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return the curve, the evaluation, and the weights before and after of one recipe on this rank."""
+    from ftcli.loop import evaluate, steps
+    from ftcli.run import prepare
+
+    run = prepare(recipe, cpu=True)
+    before = weights(run)
+    rows = [
+        {
+            "loss": step.loss,
+            "grad_norm": step.grad_norm,
+            "learning_rate": step.learning_rate,
+            "items": step.items,
+            "samples": step.samples,
+        }
+        for step in steps(run)
+    ]
+    return {
+        "rows": rows,
+        "eval": evaluate(run),
+        "type": run.hardware.distributed_type,
+        "before": {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in before.items()},
+        "after": weights(run),
+    }
+
+
+def weights(run: Any) -> dict[str, Any]:
+    """Return the trained weights on the main rank, an empty dictionary elsewhere; a collective."""
+    found = dict(run.hardware.parameters(run.model, trained_only=True))
+    return {name: value.numpy().copy() for name, value in found.items() if value is not None}

@@ -101,7 +101,7 @@ def export(run: str | Path, directory: str | Path, *, merge: bool = False) -> Pa
     With `merge` a LoRA adapter is merged into its base model. What was written is loaded again in a fresh process
     and must give the logits that the trained model gave; raises `RuntimeError`, and writes nothing, if it does not.
     """
-    folder, target = RunFolder(run), Path(directory)
+    folder, target = RunFolder(run), Path(directory).absolute()
     if not folder.final.is_dir():
         raise InputError(f"{folder.path} has no final weights", hint="has the run ended? `ftcli show RUN` tells")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -110,9 +110,25 @@ def export(run: str | Path, directory: str | Path, *, merge: bool = False) -> Pa
     if merge and not adapter:
         raise InputError("--merge is for adapter runs; this run trained the whole model", hint="leave --merge out")
     recipe = load_recipe(folder.path / "recipe.yaml")
-    auto_class = _auto_class(recipe)
     temporary = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        distance = _write_and_compare(recipe, folder, temporary, merge=merge)
+        if target.exists():
+            target.rmdir()
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(
+        f"ftcli: {target} loads in plain transformers; its logits are within {distance:.1e} of the trained model's",
+        file=sys.stderr,
+    )
+    return target
+
+
+def _write_and_compare(recipe: Recipe, folder: RunFolder, temporary: Path, *, merge: bool) -> float:
+    """Write the export and return how far its logits are from the probe's; raises when that is too far."""
+    auto_class = _auto_class(recipe)
     shutil.copytree(folder.final, temporary)
     tolerance, labels = TOLERANCES[recipe.precision], _labels(auto_class, folder.path / PROBE)
     if merge:
@@ -120,16 +136,8 @@ def export(run: str | Path, directory: str | Path, *, merge: bool = False) -> Pa
         tolerance = max(tolerance, MERGED_TOLERANCE)
     distance = _reload_and_compare(auto_class, temporary, folder.path / PROBE, labels)
     if not distance <= tolerance:
-        shutil.rmtree(temporary)
         raise RuntimeError(f"reloaded logits are {distance:.2g} away from the trained model's (most: {tolerance:g})")
-    if target.exists():
-        target.rmdir()
-    temporary.rename(target)
-    print(
-        f"ftcli: {target} loads in plain transformers; its logits are within {distance:.1e} of the trained model's",
-        file=sys.stderr,
-    )
-    return target
+    return distance
 
 
 def _auto_class(recipe: Recipe) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .assets import cache_root
 from .errors import InputError
-from .rows import image_files, local_path, model_folder, read_rows
+from .rows import check_source, image_files, local_path, model_folder, read_rows
 from .sampling import held_out
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ def _build(recipe: Recipe, task: Task, folder: Path) -> None:
         encoded = _encode(task, part, source, facts)
         if len(encoded) == 0:
             raise InputError(f"data.{name}: no row of {source} is left to use")
+        if "items" in encoded.column_names and not any(encoded["items"]):
+            hint = f"are all rows cut before their answer? data.max_length is {recipe.data.max_length}"
+            raise InputError(f"data.{name}: no row of {source} has anything to measure a loss on", hint=hint)
         encoded.save_to_disk(str(temporary / name))
         rows[name] = len(encoded)
     (temporary / "meta.json").write_text(json.dumps({"rows": rows, "facts": facts}))
@@ -115,6 +118,8 @@ def _wanted(columns: dict[str, str], task: Task, source: Source) -> dict[str, st
 
 
 def _numbered(rows: Dataset) -> Dataset:
+    if "id" in rows.column_names:  # the source's own numbering; ours must be unique and tell the row
+        rows = rows.remove_columns(["id"])
     return rows.add_column("id", list(range(len(rows))))
 
 
@@ -139,7 +144,7 @@ def _encode(task: Task, rows: Dataset, source: str, facts: dict[str, Any]) -> Da
             keep_in_memory=workers is None,
         )
     except RowError as error:
-        raise InputError(str(error)) from None
+        raise InputError(str(error), hint="mend that row, or take it out") from None
 
 
 def _content_key(recipe: Recipe, task: Task) -> str:
@@ -161,14 +166,13 @@ def _data_settings(recipe: Recipe) -> dict[str, Any]:
 
 def _source_digest(source: Source) -> Any:
     """Return a digest of a source's content: of the bytes of a file, of names and sizes of images, of a hub name."""
+    check_source(source, {})
     path = local_path(source.path)
     if path is None:
         return [source.path, source.name, source.split]
     if path.is_dir():
         listing = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file, _ in image_files(path)]
         return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    if not path.exists():
-        raise InputError(f"no data at {path.absolute()}")
     with path.open("rb") as file:
         return _file_digest(file)
 

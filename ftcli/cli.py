@@ -106,6 +106,25 @@ def check(
 
 
 @app.command()
+def init(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Task, as `ftcli show tasks` names it, or a file.")],
+    model: Annotated[str, typer.Option("--model", metavar="M", help="Name on the hub, or a local folder.")],
+    data: Annotated[str, typer.Option("--data", metavar="D", help="File, image folder, or name on the hub.")],
+    eval_: Annotated[
+        str | None,
+        typer.Option("--eval", metavar="E", help="Rows to evaluate on. Default: a few rows of the data."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="New file. Default: <task>.yaml.")
+    ] = None,
+) -> None:
+    """Write a commented recipe to start from."""
+    from . import new_recipe
+
+    print(new_recipe.write_recipe(task, model, data, eval_, output))
+
+
+@app.command()
 def fetch(recipe: RecipeArgument, set_: SetOption = None) -> None:
     """Bring a recipe's model and data onto this machine."""
     from . import fetching

@@ -78,21 +78,24 @@ def train(
     subprocess. `num_processes` counts all processes of all machines. Raises `InputError` for what the user
     can mend and `LaunchError` when launched processes fail.
     """
-    from .planning import derive_plan
+    from .planning import check_inputs, check_trackers, derive_plan
     from .profiles import check_pair
     from .recipe_file import run_output
 
     loaded = _load(recipe, overrides)
     chosen = _chosen_profile(profile)
-    if chosen is not None and (problems := check_pair(loaded, chosen)):
+    if problems := check_trackers(loaded) + ([] if chosen is None else check_pair(loaded, chosen)):
         raise InputError(problems)
     folder = RunFolder(run_output(recipe if isinstance(recipe, str | Path) else loaded.task, loaded, output))
+    if dry_run and not is_launched():
+        folder = folder.beside_for_rehearsal()
     if chosen is None or is_launched():
         from .run import work
 
         if not is_launched():
             _check_without_profile(num_processes, num_machines, launch_arguments)
             derive_plan(loaded, 1)
+            check_inputs(loaded)
         work(loaded, chosen, output=folder.path, cpu=cpu, dry_run=dry_run)
         return folder
     machines = Machines.of(chosen, num_machines, machine_rank, main_process_ip, main_process_port)
@@ -100,6 +103,7 @@ def train(
     if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
         raise InputError(problems)
     derive_plan(loaded, world)
+    check_inputs(loaded)
     if num_processes is None and cpu and world > 1:
         say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
     if machines.rank == 0:
@@ -328,6 +332,7 @@ def _file_for_workers(recipe: str | Path | Recipe, folder: RunFolder) -> str:
     if isinstance(recipe, str | Path):
         return str(find_recipe(recipe))
     folder.write_text("recipe.yaml", dump_recipe(recipe))
+    folder.write_status("running", 0, 0)  # so that a launch that fails at once does not block the next one
     return str(folder.path / "recipe.yaml")
 
 

@@ -6,20 +6,28 @@ Knows nothing of tasks' losses, of hardware or of the loop; every function impor
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import re
 import sys
 import warnings
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import InputError
 from .rows import model_folder
+from .sampling import seed_of
 
 if TYPE_CHECKING:
     from torch import nn
 
     from .recipe import Model, Recipe
 
+NEEDS = {
+    "AutoTokenizer": " It needs a tokenizer.json.",
+    "AutoImageProcessor": " It needs a preprocessor_config.json.",
+}
 MOST_NEW = 0.2  # share of new parameters above which the weights were made for another architecture
 
 
@@ -34,7 +42,7 @@ def quiet_libraries() -> None:
     for module in ("torch.distributed", "transformers", "accelerate", "deepspeed", "peft"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module.replace(".", r"\."))
     transformers.logging.set_verbosity_error()
-    datasets.logging.set_verbosity_error()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it cannot read we tell with the row, and once
     if not sys.stderr.isatty() or os.environ.get("LOCAL_RANK", "0") != "0":
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
@@ -93,10 +101,33 @@ def load_model(
     auto = getattr(importlib.import_module("transformers"), auto_class)
     model, info = load_from_hub(auto, section, **kwargs)
     new = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    heads = sorted({name.rpartition(".")[0] for name in new})
     _check_architecture(model, new, section.name, new_head=new_head)
+    if auto_class == "AutoModelForCausalLM":
+        _check_causal(model, section.name)
     if recipe.model.batch_norm == "frozen":
         freeze_batch_norm(model)
-    return model, sorted({name.rpartition(".")[0] for name in new})
+    for name in heads:
+        _draw(model, name, recipe.seed)
+    return model, heads
+
+
+def _draw(model: Any, name: str, seed: int) -> None:
+    """Draw a new module's weights as its model's authors do, from (seed, name) alone: equal on every hardware.
+
+    What transformers drew while loading depends on what was drawn before it, and on whether weights are in pieces.
+    """
+    import torch
+
+    from .hardware import whole
+
+    module = model.get_submodule(name)
+    parameters = list(module.parameters(recurse=False))
+    with torch.no_grad(), whole(parameters):
+        for parameter in parameters:
+            parameter._is_hf_initialized = False  # transformers leaves alone what it believes to be drawn
+        torch.manual_seed(seed_of(seed, zlib.crc32(name.encode())))
+        model._init_weights(module)
 
 
 def _without_dropout(section: Model, kwargs: dict[str, Any]) -> Any:
@@ -135,21 +166,47 @@ def _check_architecture(model: nn.Module, new: list[str], name: str, *, new_head
         )
 
 
+def _check_causal(model: nn.Module, name: str) -> None:
+    """Refuse an encoder's weights, which transformers loads without a word: each token would see its own answer."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    config: Any = model.config
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", True) is False:
+        raise InputError(
+            f"model.name: {name} is an encoder ({config.model_type}); its tokens see those after them",
+            hint="sft needs a causal language model",
+        )
+
+
 def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
     """Return `auto.from_pretrained` of a model; raises `InputError` for a name that is wrong or does not fit."""
+    from safetensors import SafetensorError
+
     folder = model_folder(section.name)
     if folder is None and section.revision is not None:
         kwargs["revision"] = section.revision
     name = section.name if folder is None else str(folder)
     try:
         return auto.from_pretrained(name, trust_remote_code=section.trust_remote_code, **kwargs)
-    except OSError as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        if isinstance(error, OSError) and folder is None and not _is_cached(section):
+            raise InputError(
+                f"model.name: {section.name} is neither on this machine nor reachable on the hub",
+                hint="check the spelling, or run `ftcli fetch RECIPE` where there is a network",
+            ) from error
+        told = re.split(" If you were trying| from one of:", str(error).strip().splitlines()[0])[0]
         raise InputError(
-            f"model.name: {section.name} is neither on this machine nor reachable on the hub",
-            hint="check the spelling, or run `ftcli fetch RECIPE` where there is a network",
+            f"model.name: {auto.__name__} cannot load {section.name}: {told}",
+            hint=f"is it the right model for this task, and whole?{NEEDS.get(auto.__name__, '')}",
         ) from error
-    except ValueError as error:
-        text = str(error).splitlines()[0]
-        if "Unrecognized" in text or "Unrecognised" in text:
-            raise InputError(f"model.name: {section.name} does not fit {auto.__name__}: {text}") from error
-        raise
+
+
+def _is_cached(section: Model) -> bool:
+    """Say whether this machine has at least the configuration of a model on the hub."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(section.name, "config.json", revision=section.revision), str)
+    except HFValidationError:  # no name that the hub could know
+        return False

@@ -6,6 +6,7 @@ anybody. This module never imports torch and never loads a model.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError
+from .errors import InputError, Problem
 
 if TYPE_CHECKING:
     from .recipe import Recipe, Train
@@ -90,6 +91,26 @@ def derive_plan(recipe: Recipe, processes: int, rows: int | None = None) -> Plan
     )
 
 
+def check_trackers(recipe: Recipe) -> list[Problem]:
+    """Return the trackers whose package is not installed: Accelerate would leave them out without a word."""
+    packages = {"tensorboard": ("tensorboard", "tensorboardX")}
+    return [
+        Problem(f"log.trackers: {name} is not installed", hint=f"pip install {name}, or take it out of log.trackers")
+        for name in recipe.log.trackers
+        if not any(importlib.util.find_spec(package) for package in packages.get(name, (name,)))
+    ]
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Look at what the recipe reads on this machine; raises `InputError` for a model or data that is not there."""
+    from .rows import check_source, model_folder
+
+    model_folder(recipe.model.name)
+    for source in (recipe.data.train, recipe.data.eval):
+        if source is not None:
+            check_source(source, recipe.data.columns)
+
+
 @dataclass(frozen=True)
 class Report:
     """What `ftcli check` found out: every line is one fact."""
@@ -146,16 +167,13 @@ def check(
     from .devices import check_devices, count_processes
     from .profiles import check_pair, load_profile
     from .recipe_file import find_recipe, load_recipe
-    from .rows import check_source
 
     path = find_recipe(recipe)
     loaded = load_recipe(path, overrides)
     chosen = load_profile(profile) if profile is not None else None
-    if chosen is not None and (problems := check_pair(loaded, chosen)):
+    if problems := check_trackers(loaded) + ([] if chosen is None else check_pair(loaded, chosen)):
         raise InputError(problems)
-    for source in (loaded.data.train, loaded.data.eval):
-        if source is not None:
-            check_source(source, loaded.data.columns)
+    check_inputs(loaded)
     counts = known_rows(loaded)
     world = count_processes(chosen, num_processes, cpu=cpu)
     plan = derive_plan(loaded, world, counts["train"] if counts else None)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .recipe import Source
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+ONE_A_LINE = "a .jsonl file has one JSON object a line"
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
@@ -52,7 +53,8 @@ def check_source(source: Source, columns: dict[str, str]) -> None:
     if not path.exists():
         raise InputError(
             f"no data at {path.absolute()}",
-            hint=nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else "",
+            hint=(nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else "")
+            or "check data.train and data.eval; a relative path starts at the current folder",
         )
     if path.is_dir():
         image_files(path)
@@ -60,24 +62,26 @@ def check_source(source: Source, columns: dict[str, str]) -> None:
         known = ", ".join(FORMATS)
         raise InputError(f"{path} has no known data format", hint=f"known: {known}, or a folder of images")
     elif path.stat().st_size == 0:
-        raise InputError(f"{path} is empty")
+        raise InputError(f"{path} is empty", hint="give a file with at least one row")
     elif (names := _first_columns(path)) is not None:
         require_columns(names, columns.values(), str(path))
 
 
 def _first_columns(path: Path) -> list[str] | None:
     """Return the column names of a file's first row where that needs no library; None where it does."""
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         if path.suffix == ".csv":
-            return next(csv.reader(file), [])
+            return next(csv.reader(line.replace("\0", "") for line in file), [])
         if path.suffix == ".jsonl":
             line = next((line for line in file if line.strip()), "")
+            if not line:
+                raise InputError(f"{path} is empty", hint="give a file with at least one row")
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise InputError(f"row 1 is not JSON: {error.msg}", where=f"{path}:1") from None
+                raise InputError(f"row 1 is not JSON: {error.msg}", where=f"{path}:1", hint=ONE_A_LINE) from None
             if not isinstance(row, dict):
-                raise InputError("row 1 is not a JSON object", where=f"{path}:1", hint="one object a line")
+                raise InputError("row 1 is not a JSON object", where=f"{path}:1", hint=ONE_A_LINE)
             return list(row)
     return None
 
@@ -127,15 +131,34 @@ def read_rows(source: Source, columns: dict[str, str]) -> Dataset:
 def _read_local(path: Path) -> Dataset:
     from datasets import Dataset, load_dataset
     from datasets.exceptions import DatasetGenerationError
+    from pyarrow import ArrowInvalid
 
     if path.is_dir():
         files = image_files(path)
         return Dataset.from_dict({"image": [str(file) for file, _ in files], "label": [label for _, label in files]})
+    if path.suffix != ".parquet":
+        _require_utf8(path)
     try:
         return load_dataset(FORMATS[path.suffix], data_files=str(path.absolute()), split="train")
-    except DatasetGenerationError as error:
+    except (DatasetGenerationError, ArrowInvalid) as error:
         cause = error.__cause__ or error
         raise _unreadable(path, cause) from cause
+    except ValueError as error:
+        if "corresponds to no data" in str(error):  # a header and no more, or an empty list
+            raise InputError(f"{path} has no rows", hint="give a file with at least one row") from None
+        raise
+
+
+def _require_utf8(path: Path) -> None:
+    """Raise `InputError` naming the line of a text file that is not UTF-8; datasets would fail on it much later."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                raise InputError(
+                    f"line {number} is not UTF-8 text", where=f"{path}:{number}", hint="is it the right file?"
+                ) from None
 
 
 def _unreadable(path: Path, cause: BaseException) -> InputError:
@@ -147,9 +170,11 @@ def _unreadable(path: Path, cause: BaseException) -> InputError:
                     try:
                         row = json.loads(line)
                     except json.JSONDecodeError as error:
-                        return InputError(f"row {number} is not JSON: {error.msg}", where=f"{path}:{number}")
+                        told = f"row {number} is not JSON: {error.msg}"
+                        return InputError(told, where=f"{path}:{number}", hint=ONE_A_LINE)
                     if not isinstance(row, dict):
-                        return InputError(f"row {number} is not a JSON object", where=f"{path}:{number}")
+                        told = f"row {number} is not a JSON object"
+                        return InputError(told, where=f"{path}:{number}", hint=ONE_A_LINE)
     return InputError(f"cannot read {path}: {str(cause).splitlines()[0]}", hint="do all rows have the same types?")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +90,12 @@ def prepare(
     output: str | Path | None = None,
     cpu: bool = False,
     weights: Path | None = None,
+    dry_run: bool = False,
 ) -> Run:
     """Return a `Run` for `for step in ftcli.steps(run)`; writes no folder unless `output` names one.
 
     Works in a notebook (one process) and inside every launched process. `weights` is a folder of trained weights
-    (a run's final/) to start from instead of the recipe's model. Raises `InputError` for what is wrong with
+    (a run's final/) to start from instead of the recipe's model; a dry run has two steps and one evaluation batch. Raises `InputError` for what is wrong with
     recipe, data or model, before the model's weights are read where that can be known.
     """
     import torch
@@ -109,18 +110,30 @@ def prepare(
     quiet_libraries()
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if dry_run:
+        loaded = _shortened(loaded)
     derive_plan(loaded, world)
     task = build_task(loaded)
     rows = prepare_rows(loaded, task)
     plan = derive_plan(loaded, world, len(rows.train))
+    if dry_run and rows.eval is not None:
+        first = range(min(len(rows.eval), plan.micro_size * world))
+        rows = replace(rows, eval=rows.eval.select(first))
     folder = None if output is None else RunFolder(output)
     hardware = hardware_package.build(
-        loaded, plan, cpu=cpu, trackers=list(loaded.log.trackers), folder=None if folder is None else str(folder.path)
+        loaded,
+        plan,
+        cpu=cpu,
+        trackers=[] if folder is None else list(loaded.log.trackers),
+        folder=None if folder is None else str(folder.path),
     )
     model, heads = task.load_model(rows.facts, dtype=load_dtype(loaded), weights=weights)
     model = add_adapter(model, loaded.adapter, seed=loaded.seed, keep=heads, task_type=task.peft_type, weights=weights)
     task.finish_model(model)
     if loaded.model.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            told = f"model.gradient_checkpointing: {loaded.model.name} does not support it"
+            raise InputError(told, hint="set it to false")
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     model.train()
     model = hardware.fit(model)
@@ -212,12 +225,15 @@ def work(
     from .loop import train
 
     folder = RunFolder(output)
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if is_main and "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
+        folder.claim()  # before failures are recorded: a refusal must leave no trace in another's run
     with record_failure(folder):
         watch_parent()
         watch_peers(folder)
-        if int(os.environ.get("RANK", "0")) == 0:
+        if is_main:
             _write_intent(folder, recipe, profile)
-        run = prepare(_dry(recipe) if dry_run else recipe, output=output, cpu=cpu)
+        run = prepare(recipe, output=output, cpu=cpu, dry_run=dry_run)
         _check_world(run, profile)
         if run.hardware.ranks.is_main:
             device = str(run.hardware.accelerator.device)
@@ -249,16 +265,14 @@ def evaluate_run(path: str | Path, profile: Profile | None = None, *, cpu: bool 
     return metrics
 
 
-def _dry(recipe: Recipe) -> Recipe:
-    """Return the recipe cut to a dry run: two steps, the evaluation rows once, and everything saved."""
+def _shortened(recipe: Recipe) -> Recipe:
+    """Return the recipe cut to two steps."""
     short = recipe.train.model_copy(update={"max_steps": 2, "epochs": None})
     schedule = recipe.schedule.model_copy(update={"warmup_steps": min(recipe.schedule.warmup_steps, 1)})
     return recipe.model_copy(update={"train": short, "schedule": schedule})
 
 
 def _write_intent(folder: RunFolder, recipe: Recipe, profile: Profile | None) -> None:
-    if "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
-        folder.claim()
     folder.write_text("recipe.yaml", dump_recipe(recipe))
     folder.write_text("profile.yaml", "# trained without a profile\n" if profile is None else profile.as_yaml())
     folder.write_status("running", 0, 0)

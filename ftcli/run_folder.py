@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 from .errors import InputError
 
+OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "final")  # a folder that holds one of these is somebody's
 PACKAGES = ("ftcli", "torch", "accelerate", "transformers", "peft", "datasets", "deepspeed", "safetensors", "numpy")
 
 
@@ -43,22 +45,36 @@ class RunFolder:
         return self.path / "errors"
 
     def claim(self) -> None:
-        """Create the folder; raises `InputError` when another run already lives there."""
-        if (self.path / "recipe.yaml").exists() and not self._never_started():
+        """Create the folder; raises `InputError` when another run already lives there, or when it cannot be made."""
+        held = [name for name in OF_A_RUN if (self.path / name).exists()]
+        if held and not self._never_started():
             raise InputError(
-                f"{self.path} already holds a run",
+                f"{self.path} already holds a run ({', '.join(held)})",
                 hint="choose another folder with --output, or move that run away",
             )
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path} is a file, not a folder", hint="choose another folder with --output")
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot make the run folder: {error}", hint="choose another with --output") from error
+        if not os.access(self.path, os.W_OK):
+            raise InputError(f"{self.path} cannot be written to", hint="choose another folder with --output")
         for stale in (self.stop_file, *self.errors.glob("rank-*.json")):
             stale.unlink(missing_ok=True)
+
+    def beside_for_rehearsal(self) -> RunFolder:
+        """Return the folder of a dry run, beside the real run's; what an earlier dry run left there is removed."""
+        beside = RunFolder(self.path.with_name(f"{self.path.name}-dry-run"))
+        if (beside.path / "recipe.yaml").exists():
+            shutil.rmtree(beside.path)
+        return beside
 
     def _never_started(self) -> bool:
         """Say whether the run that left this folder failed before its first step: nothing would be lost."""
         status = self.status()
-        return status.get("state") == "failed" and status.get("step") == 0 and not self.metrics()
+        has_results = any((self.path / name).exists() for name in ("metrics.jsonl", "final"))
+        return status.get("state") == "failed" and status.get("step") == 0 and not has_results
 
     def write_text(self, name: str, text: str) -> None:
         """Write one file whole or not at all."""

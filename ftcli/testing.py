@@ -156,7 +156,14 @@ def profile_environment(profile: str, processes: int = 2) -> dict[str, str]:
 
 
 def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, profile: str = "ddp") -> list[Any]:
-    """Return what `function(*args)` returned on each of `processes` CPU ranks under a profile's environment.
+    """Return what `run_on_processes` returns, with every GPU of this machine out of sight."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    with environment(**hidden):
+        return run_on_processes(function, *args, processes=processes, profile=profile)
+
+
+def run_on_processes(function: Callable[..., Any], *args: Any, processes: int = 2, profile: str = "ddp") -> list[Any]:
+    """Return what `function(*args)` returned on each of `processes` ranks under a profile's environment.
 
     The function must be importable (top level of a module) and may prepare several runs after each other. An
     exception on any rank is raised here with that rank's traceback.

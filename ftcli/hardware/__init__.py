@@ -7,6 +7,8 @@ A backend is a module with `options`, `configure`, `fit`, `unwrap`, `clip`, `set
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,6 @@ from . import ddp, deepspeed, fsdp, precision, rehearsal
 from .ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn
@@ -114,6 +114,16 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of the whole parameter, also where this process holds a piece, or nothing, of it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 loads models in pieces
     return shape
+
+
+@contextmanager
+def whole(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Let the block write to whole parameters, also where they are in pieces; rank 0's values then count."""
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        with deepspeed.gathered(parameters):
+            yield
+    else:
+        yield
 
 
 def _asks(name: str) -> bool:

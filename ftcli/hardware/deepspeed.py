@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,11 +54,17 @@ def full_parameter(parameter: nn.Parameter) -> Tensor:
     """Return the whole parameter, gathered over the ranks when ZeRO-3 has it in pieces."""
     if not hasattr(parameter, "ds_id"):
         return parameter.data
-    from deepspeed.runtime.zero import GatheredParameters
-
-    with GatheredParameters([parameter]):
+    with gathered([parameter], modify=False):
         return parameter.data.clone()
 
 
 def settle(model: nn.Module) -> None:
     """Nothing to do before parameters are read."""
+
+
+def gathered(parameters: list[nn.Parameter], *, modify: bool = True) -> AbstractContextManager[None]:
+    """Return a block in which ZeRO-3 parameters are whole on every rank; `modify` keeps what rank 0 writes."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    block: AbstractContextManager[None] = GatheredParameters(parameters, modifier_rank=0 if modify else None)
+    return block

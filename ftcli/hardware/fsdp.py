@@ -15,18 +15,10 @@ if TYPE_CHECKING:
 
 
 def options(recipe: Recipe) -> dict[str, Any]:
-    """Return what the Accelerator is made with: bf16 shards for compute, float32 sums of gradients."""
+    """Return what the Accelerator is made with; the dtypes of shards are settled when the model is known (`fit`)."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin()  # reads the profile from the launcher's environment
-    if recipe.precision == "bf16":
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        # Accelerate would also reduce gradients in bfloat16, and cast what every unit returns, losses included. Our
-        # losses are float32 when they leave the model; an output dtype would turn the activations between units too.
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=None
-        )
     return {"mixed_precision": "no" if recipe.precision == "fp32" else recipe.precision, "fsdp_plugin": plugin}
 
 
@@ -49,7 +41,33 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         embeddings = None
     if embeddings is None or _is_in_a_unit(accelerator, inner, embeddings):
         _answer_none_once(model)
+    if accelerator.mixed_precision == "bf16":
+        _compute_in_bf16(accelerator, inner, embeddings)
     return model
+
+
+def _compute_in_bf16(accelerator: Accelerator, model: Any, embeddings: nn.Module | None) -> None:
+    """Let weights travel in bfloat16 and gradients be summed in float32; Accelerate would sum them in bfloat16.
+
+    Language models compute under autocast with a float32 residual stream, as on every other backend. Models with
+    PyTorch's own norms do not: on a CPU those refuse float32 inputs with bfloat16 weights, so there activations are
+    bfloat16 throughout.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    norms = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.modules.batchnorm._BatchNorm)
+    has_norms = any(isinstance(module, norms) for module in model.modules())
+    under_autocast = embeddings is not None and not has_norms
+    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        output_dtype=None,  # losses leave the model in float32 already
+        cast_forward_inputs=not under_autocast,
+    )
+    if embeddings is not None and under_autocast:
+        model.forward = torch.autocast(accelerator.device.type, dtype=torch.bfloat16)(model.forward)
+        # The embeddings arrive in bfloat16; from here on the residual stream is float32.
+        embeddings.register_forward_hook(lambda module, inputs, output: output.float())
 
 
 def _is_in_a_unit(accelerator: Accelerator, model: nn.Module, embeddings: nn.Module) -> bool:

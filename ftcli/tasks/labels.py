@@ -20,6 +20,8 @@ def survey_labels(rows: Dataset, given: list[str] | None) -> list[str]:
     names = getattr(rows.features["label"], "names", None)
     if names is not None:
         return list(names)
+    if isinstance(rows[0]["label"], list | dict):
+        raise InputError("row 1 of data.train has several labels", hint="a row has one label: text or a number")
     found = rows.unique("label")
     if None in found:
         raise InputError(f"row {list(rows['label']).index(None) + 1} of data.train has no label")

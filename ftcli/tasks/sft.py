@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..errors import InputError
 from .protocol import Batch, Row, RowError
 from .tokens import attention_mask, encode_completion, encode_conversation, pad
 
@@ -55,7 +56,13 @@ class Task:
         return hashlib.sha256(f"{text}{self.tokenizer.special_tokens_map}".encode()).hexdigest()
 
     def survey(self, rows: Dataset) -> dict[str, Any]:
-        """Return nothing: rows do not depend on each other."""
+        """Return nothing, rows do not depend on each other; raises `InputError` when no column can be an answer."""
+        there = [name for name in rows.column_names if name != "id"]
+        if "messages" not in there and not {"prompt", "completion"} <= set(there):
+            raise InputError(
+                f"data.train: no column 'messages', nor 'prompt' and 'completion', in {self.recipe.data.train.path}",
+                hint=f"columns there: {', '.join(there)}; name yours in data.columns",
+            )
         return {}
 
     def encode(self, row: Row, facts: dict[str, Any]) -> Row:
@@ -66,21 +73,26 @@ class Task:
 
     def _render(self, row: Row) -> tuple[list[int], list[bool]]:
         if row.get("messages") is not None:
-            messages = _checked_messages(row["messages"])
-            if self.tokenizer.chat_template is None:
-                raise RowError("has messages, but the tokenizer has no chat template")
-            return encode_conversation(self.tokenizer, messages)
+            return self._render_turns(_checked_messages(row["messages"]))
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, list) and isinstance(completion, list):
-            return encode_conversation(self.tokenizer, _checked_messages(prompt + completion))
+            return self._render_turns(_checked_messages(prompt + completion))
+        if prompt is None or completion is None:
+            there = ", ".join(sorted(name for name, value in row.items() if value is not None and name != "id"))
+            raise RowError(f"needs `messages`, or `prompt` and `completion`; it has {there or 'nothing'}")
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise RowError(f"needs `messages`, or `prompt` and `completion`; it has {', '.join(sorted(row))}")
+            raise RowError("`prompt` and `completion` must both be text, or both lists of messages")
         if not completion.strip():
             raise RowError("has an empty completion")
         if self.options.chat == "auto" and self.tokenizer.chat_template is not None:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
             return encode_conversation(self.tokenizer, turns)
         return encode_completion(self.tokenizer, prompt, completion)
+
+    def _render_turns(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+        if self.tokenizer.chat_template is None:
+            raise RowError("has messages, but the tokenizer has no chat template")
+        return encode_conversation(self.tokenizer, messages)
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the causal language model; it has no new head."""

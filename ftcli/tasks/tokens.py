@@ -14,8 +14,18 @@ if TYPE_CHECKING:
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt_only: bool = False) -> list[int]:
-    """Return the token ids of a conversation as the tokenizer's own chat template renders it."""
-    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=prompt_only, return_dict=False)
+    """Return the token ids of a conversation as the tokenizer's own chat template renders it.
+
+    Raises `RowError` for what the template refuses, for instance a system turn that it does not know.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        ids = tokenizer.apply_chat_template(
+            messages, tokenize=True, add_generation_prompt=prompt_only, return_dict=False
+        )
+    except TemplateError as error:
+        raise RowError(f"the model's chat template refuses it: {error}") from None
     return list(ids)
 
 

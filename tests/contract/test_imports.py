@@ -30,6 +30,9 @@ LIGHT_MODULES = [
     "assets",
     "run_folder",
     "faults",
+    "new_recipe",
+    "recipe_file",
+    "validation",
 ]
 
 

@@ -62,7 +62,15 @@ def test_law_1_the_loop_fits_one_screen() -> None:
 
 
 def test_law_1_only_hardware_and_profiles_name_backends() -> None:
-    allowed = {"profiles.py", "profile_keys.py", "profile_rules.py", "launcher.py", "devices.py", "testing.py", "cli.py"}
+    allowed = {
+        "profiles.py",
+        "profile_keys.py",
+        "profile_rules.py",
+        "launcher.py",
+        "devices.py",
+        "testing.py",
+        "cli.py",
+    }
     guilty = {
         path.name
         for path in PACKAGE.rglob("*.py")

@@ -14,6 +14,7 @@ from ftcli import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [
+    "init",
     "train",
     "check",
     "fetch",

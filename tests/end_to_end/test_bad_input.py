@@ -1,0 +1,383 @@
+"""Bad input through the real command line: exit code 2, what, where and what to do, no traceback, nothing lost.
+
+Most cases share this process, because importing torch takes seconds; the last ones start real processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from ftcli import testing
+from ftcli.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+RUBBISH = bytes(range(256)) * 20
+CHATS = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(12)]
+TEXTS = [{"text": f"text {n}", "label": "xy"[n % 2]} for n in range(12)]
+SFT: dict[str, Any] = {
+    "task": "sft",
+    "model": {"name": "causal", "dropout": 0.0},
+    "data": {"train": "chats.jsonl"},
+    "batch": {"global_size": 4, "micro_size": 2},
+    "train": {"max_steps": 2},
+    "optimizer": {"learning_rate": 1e-3},
+}
+TEXT = {"task": "text_classification", "model": {"name": "encoder"}, "data": {"train": "texts.jsonl"}}
+IMAGE = {"task": "image_classification", "model": {"name": "vit"}, "data": {"train": "images"}}
+
+
+def jsonl(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def chat(answer: dict[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", **answer}]}
+
+
+# name -> content; every one is data that cannot be trained on, but for the first two
+FILES: dict[str, str | bytes] = {
+    "chats.jsonl": jsonl(CHATS),
+    "texts.jsonl": jsonl(TEXTS),
+    "first.jsonl": RUBBISH,
+    "later.jsonl": jsonl(CHATS[:1]).encode() + RUBBISH,
+    "latin.jsonl": jsonl(CHATS[:2]).encode() + '{"prompt": "é", "completion": "x"}\n'.encode("latin-1"),
+    "rubbish.csv": RUBBISH,
+    "rubbish.json": RUBBISH,
+    "rubbish.parquet": RUBBISH,
+    "rows.xyz": "a,b\n",
+    "broken.jsonl": jsonl(CHATS[:4]) + '{"prompt": "a",\n' + jsonl(CHATS[4:]),
+    "list.jsonl": jsonl([*CHATS[:2], [1, 2], *CHATS]),
+    "empty.jsonl": "",
+    "blank.jsonl": "\n\n",
+    "empty.json": "[]",
+    "header.csv": "prompt,completion\n",
+    "answers.jsonl": jsonl([{"question": "a", "answer": "b"}] * 8),
+    "bodies.jsonl": jsonl([{"body": "a", "category": "x"}] * 8),
+    "messages.jsonl": jsonl([chat({"content": "b"} if n != 2 else {}) for n in range(8)]),
+    "roles.jsonl": jsonl([{"messages": [{"role": "bot", "content": "b"}]}] * 8),
+    "numbers.jsonl": jsonl([CHATS[0], {"prompt": ["a"], "completion": "b"}] * 4).replace('["a"]', "null"),
+    "long.jsonl": jsonl([{"prompt": "x" * 200, "completion": "y"}] * 8),
+    "unseen.jsonl": jsonl([TEXTS[0], {"text": "a", "label": "z"}]),
+    "null.jsonl": jsonl([*TEXTS[:3], {"text": "a", "label": None}, *TEXTS]),
+    "several.jsonl": jsonl([{"text": "a", "label": ["x", "y"]}] * 8),
+    "single.jsonl": jsonl([TEXTS[0]] * 8),
+}
+
+# name -> (changes to the recipe, what stderr must say)
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no data file": ({"data": {"train": "chat.jsonl"}}, ("no data at", "did you mean 'chats.jsonl'?")),
+    "no data file like it": ({"data": {"train": "/no/such.csv"}}, ("no data at /no/such.csv", "data.train")),
+    "no data set": ({"data": {"train": "nobody/nothing"}}, ("nobody/nothing", "neither on this machine nor")),
+    "no data format": ({"data": {"train": "rows.xyz"}}, ("no known data format", ".parquet")),
+    "rubbish": ({"data": {"train": "first.jsonl"}}, ("first.jsonl:1: row 1 is not JSON", "one JSON object a line")),
+    "rubbish after a row": ({"data": {"train": "later.jsonl"}}, ("later.jsonl:3", "not UTF-8")),
+    "another encoding": ({"data": {"train": "latin.jsonl"}}, ("latin.jsonl:3", "not UTF-8")),
+    "rubbish as csv": ({"data": {"train": "rubbish.csv"}}, ("rubbish.csv", "not UTF-8")),
+    "rubbish as json": ({"data": {"train": "rubbish.json"}}, ("rubbish.json", "not UTF-8")),
+    "rubbish as parquet": ({"data": {"train": "rubbish.parquet"}}, ("cannot read rubbish.parquet", "Parquet")),
+    "a broken line": ({"data": {"train": "broken.jsonl"}}, ("broken.jsonl:5: row 5 is not JSON",)),
+    "a row that is a list": ({"data": {"train": "list.jsonl"}}, ("list.jsonl:3: row 3 is not a JSON object",)),
+    "an empty file": ({"data": {"train": "empty.jsonl"}}, ("empty.jsonl is empty", "at least one row")),
+    "blank lines": ({"data": {"train": "blank.jsonl"}}, ("blank.jsonl is empty",)),
+    "an empty list": ({"data": {"train": "empty.json"}}, ("empty.json has no rows",)),
+    "a header alone": ({"data": {"train": "header.csv"}}, ("header.csv has no rows",)),
+    "empty evaluation": ({"data": {"train": "chats.jsonl", "eval": "empty.json"}}, ("empty.json has no rows",)),
+    "too many held out": ({"data": {"train": "chats.jsonl", "eval_rows": 12}}, ("data.eval_rows 12", "no rows")),
+    "too few rows": ({"batch": {"global_size": 64}}, ("12 rows, fewer than batch.global_size 64", "lower")),
+    "no column of answers": ({"data": {"train": "answers.jsonl"}}, ("'messages'", "question, answer", "data.columns")),
+    "no column of texts": (
+        TEXT | {"data": {"train": "bodies.jsonl"}},
+        ("no column 'text', 'label'", "columns there: body, category"),
+    ),
+    "no column of that name": (
+        {"data": {"train": "chats.jsonl", "columns": {"prompt": "promt"}}},
+        ("no column 'promt'", "columns there: prompt, completion"),
+    ),
+    "a message without content": ({"data": {"train": "messages.jsonl"}}, ("row 3 of messages.jsonl", "message 2 has")),
+    "an unknown role": ({"data": {"train": "roles.jsonl"}}, ("row 1 of roles.jsonl", "'bot'", "assistant")),
+    "a prompt that is missing": ({"data": {"train": "numbers.jsonl"}}, ("row 2 of numbers.jsonl", "it has completion")),
+    "answers beyond the cut": (
+        {"data": {"train": "long.jsonl", "max_length": 32}},
+        ("no row of long.jsonl has anything", "data.max_length is 32"),
+    ),
+    "an unseen label": (
+        TEXT | {"data": {"train": "texts.jsonl", "eval": "unseen.jsonl"}},
+        ("row 2 of unseen.jsonl: label 'z' is not one of: x, y", "mend that row"),
+    ),
+    "a label outside the options": (
+        TEXT | {"task_options": {"labels": ["x", "w"]}},
+        ("row 2 of texts.jsonl: label 'y' is not one of: x, w",),
+    ),
+    "a row without a label": (TEXT | {"data": {"train": "null.jsonl"}}, ("row 4 of data.train has no label",)),
+    "several labels": (TEXT | {"data": {"train": "several.jsonl"}}, ("row 1 of data.train has several labels",)),
+    "one label": (TEXT | {"data": {"train": "single.jsonl"}}, ("one label only: x", "two or more")),
+    "no images": (IMAGE | {"data": {"train": "vit"}}, ("holds no images", "one sub-folder per label")),
+    "a broken image": (IMAGE | {"data": {"train": "broken_images"}}, ("row 4 of broken_images", "cannot read image")),
+    "no model": ({"model": {"name": "nobody/no-such-model"}}, ("neither on this machine nor", "check the spelling")),
+    "no name of a model": ({"model": {"name": "no such model!"}}, ("neither on this machine nor", "spelling")),
+    "no model folder": ({"model": {"name": "./cuasal"}}, ("cuasal is not a model folder",)),
+    "an encoder for sft": ({"model": {"name": "encoder"}}, ("not those of a BertLMHeadModel", "right model")),
+    "a masked encoder for sft": ({"model": {"name": "masked"}}, ("masked is an encoder (bert)", "causal")),
+    "an image model for sft": ({"model": {"name": "vit"}}, ("AutoTokenizer cannot load vit", "tokenizer.json")),
+    "a language model for images": (
+        IMAGE | {"model": {"name": "causal"}},
+        ("AutoImageProcessor cannot load causal", "preprocessor_config.json"),
+    ),
+    "broken weights": ({"model": {"name": "broken"}}, ("AutoModelForCausalLM cannot load broken", "header")),
+    "broken configuration": ({"model": {"name": "misconfigured"}}, ("misconfigured", "not a valid JSON file")),
+    "an unknown kernel": (
+        {"model": {"name": "causal", "attn_implementation": "nonsense"}},
+        ("attn_implementation", "nonsense"),
+    ),
+    "checkpointing that is not there": (
+        IMAGE | {"model": {"name": "mobilenet", "gradient_checkpointing": True}},
+        ("model.gradient_checkpointing", "set it to false"),
+    ),
+    "no such modules": ({"adapter": {"type": "lora", "target_modules": ["nope"]}}, ("adapter.target_modules", "nope")),
+    "a tracker that is not installed": ({"log": {"trackers": ["mlflow"]}}, ("mlflow is not installed", "pip install")),
+    "an output that is a file": ({"output": "chats.jsonl"}, ("chats.jsonl is a file", "--output")),
+    "an output below a file": ({"output": "chats.jsonl/run"}, ("run folder", "--output")),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny models, two good files, and many bad ones."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    testing.save_tiny_causal(folder / "causal")
+    testing.save_tiny_encoder(folder / "encoder")
+    testing.save_tiny_vit(folder / "vit")
+    testing.save_tiny_mobilenet(folder / "mobilenet")
+    config = BertConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, pad_token_id=1
+    )
+    BertForMaskedLM(config).save_pretrained(folder / "masked")
+    testing.tiny_tokenizer().save_pretrained(folder / "masked")
+    shutil.copytree(folder / "causal", folder / "broken")
+    (folder / "broken" / "model.safetensors").write_bytes(RUBBISH)
+    shutil.copytree(folder / "causal", folder / "misconfigured")
+    (folder / "misconfigured" / "config.json").write_text("{no")
+    for index in range(8):
+        place = folder / "images" / "ab"[index % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (index * 20, 9, 9)).save(place / f"{index}.png")
+    shutil.copytree(folder / "images", folder / "broken_images")
+    (folder / "broken_images" / "a" / "6.png").write_bytes(b"no image")
+    return folder
+
+
+Ftcli = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def ftcli(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ftcli:
+    """Return a function that runs one command line in this process and gives (exit code, stderr)."""
+    monkeypatch.chdir(inputs)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+    def run(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in arguments])
+        return int(end.value.code or 0), capsys.readouterr().err
+
+    return run
+
+
+def write_recipe(folder: Path, changes: dict[str, Any]) -> Path:
+    path = folder / "recipe_of_test.yaml"
+    path.write_text(yaml.safe_dump(SFT | changes))
+    return path
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_told_and_the_corrected_run_may_use_the_same_folder(
+    name: str, inputs: Path, tmp_path: Path, ftcli: Ftcli
+) -> None:
+    changes, wanted = CASES[name]
+    recipe, output = write_recipe(tmp_path, changes), tmp_path / "run"
+    before = snapshot(inputs)
+    began = time.monotonic()
+    place = () if "output" in changes else ("--output", output)
+    code, told = ftcli("train", recipe, *place)
+    assert code == 2, told
+    assert time.monotonic() - began < 20
+    assert "Traceback" not in told
+    assert told.startswith("error: ") or "\nerror: " in told
+    assert not [words for words in wanted if words not in told], told
+    assert snapshot(inputs) == before
+    assert not (output / "final").exists()
+    if output.exists():
+        from ftcli.run_folder import RunFolder
+
+        RunFolder(output).claim()  # does not raise
+
+
+def test_after_the_mistake_is_mended_the_same_command_trains(tmp_path: Path, ftcli: Ftcli) -> None:
+    output = tmp_path / "run"
+    recipe = write_recipe(tmp_path, {"data": {"train": "messages.jsonl"}})
+    assert ftcli("train", recipe, "--output", output)[0] == 2
+    write_recipe(tmp_path, {})
+    code, told = ftcli("train", recipe, "--output", output)
+    assert code == 0, told
+    assert json.loads((output / "status.json").read_text())["state"] == "done"
+    assert not list(output.glob("errors/*"))
+
+
+@pytest.mark.parametrize("profile", [(), ("--profile", "ddp", "--cpu", "--num-processes", "2")])
+def test_a_folder_with_another_run_is_refused_and_left_as_it_is(
+    profile: tuple[str, ...], tmp_path: Path, ftcli: Ftcli
+) -> None:
+    recipe, output = write_recipe(tmp_path, {}), tmp_path / "run"
+    assert ftcli("train", recipe, "--output", output)[0] == 0
+    # as if it were still going: a refused second start must not tell the first one that a rank has failed
+    status = json.loads((output / "status.json").read_text()) | {"state": "running"}
+    (output / "status.json").write_text(json.dumps(status))
+    before = snapshot(output)
+    code, told = ftcli("train", recipe, "--output", output, *profile)
+    assert code == 2 and f"{output} already holds a run" in told and "--output" in told
+    assert "Traceback" not in told
+    assert snapshot(output) == before
+
+
+@pytest.mark.parametrize("name", ["final", "recipe.yaml", "metrics.jsonl"])
+def test_somebody_elses_folder_is_not_taken_for_a_run_folder(name: str, tmp_path: Path, ftcli: Ftcli) -> None:
+    output = tmp_path / "mine"
+    output.mkdir()
+    (output / name).write_text("precious")
+    code, told = ftcli("train", write_recipe(tmp_path, {}), "--output", output)
+    assert code == 2 and name in told
+    assert [(p.name, p.read_text()) for p in output.iterdir()] == [(name, "precious")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--profile", "ddp", "--cpu", "--num-processes", "3"), ("global_size 4", "3 processes", "3 or 6")),
+        (("--profile", "ddp"), ("needs GPUs", "--cpu --num-processes 2")),
+        (("--profile", "ddp", "--num-processes", "2"), ("needs GPUs", "--cpu")),
+        (("--profile", "pdd"), ("no profile 'pdd'", "did you mean")),
+        (("--num-processes", "2"), ("exactly one process", "--profile ddp")),
+        (("--set", "batch.global_sise=8"), ("batch.global_sise", "did you mean 'global_size'?")),
+        (("--set", "task=sff"), ("no task 'sff'", "did you mean 'sft'?")),
+        (("--set", "task=./nowhere.py"), ("no task './nowhere.py'", "no such file")),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused_before_a_folder_is_made(
+    arguments: tuple[str, ...], wanted: tuple[str, ...], tmp_path: Path, ftcli: Ftcli
+) -> None:
+    code, told = ftcli("train", write_recipe(tmp_path, {}), "--output", tmp_path / "run", *arguments)
+    assert code == 2 and "Traceback" not in told
+    assert not [words for words in wanted if words not in told], told
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path: Path, ftcli: Ftcli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    arguments = ("--profile", "fsdp", "--num-processes", "2")
+    code, told = ftcli("train", write_recipe(tmp_path, {}), "--output", tmp_path / "run", *arguments)
+    assert code == 2 and "2 processes on this machine, but it has 1 visible GPU" in told
+    assert "--num-processes 1" in told and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("evaluate", "nowhere"), ("nowhere holds no run", "--output")),
+        (("export", "nowhere", "new"), ("nowhere has no final weights",)),
+        (("show", "nowhere"), ("nothing to show under 'nowhere'",)),
+        (("generate", "nobody/nothing", "--prompt", "x"), ("neither on this machine nor",)),
+        (("generate", "vit", "--prompt", "x"), ("cannot load vit",)),
+        (("fetch", "nowhere.yaml"), ("no recipe 'nowhere.yaml'",)),
+        (("train", "chats.jsonl"), ("chats.jsonl",)),
+        (("train", "images"), ("a folder, not a recipe",)),
+        (("train", "first.jsonl"), ("first.jsonl",)),
+    ],
+)
+def test_other_commands_tell_bad_input_the_same_way(
+    arguments: tuple[str, ...], wanted: tuple[str, ...], inputs: Path, ftcli: Ftcli
+) -> None:
+    before = snapshot(inputs)
+    code, told = ftcli(*arguments)
+    assert code == 2 and "Traceback" not in told, told
+    assert not [words for words in wanted if words not in told], told
+    assert snapshot(inputs) == before
+
+
+def run_process(inputs: Path, *arguments: object, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    marks = ("FTCLI_LAUNCHED", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    kept = {name: value for name, value in os.environ.items() if name not in marks}
+    added = {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(path), str(ROOT)])),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "ftcli", *map(str, arguments)]
+    return subprocess.run(command, cwd=inputs, env=kept | added, capture_output=True, text=True, timeout=120)
+
+
+def test_a_misspelt_model_ends_a_real_process_within_seconds(inputs: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, {"model": {"name": "HuggingFaceTB/SmolLM2-135M-Instrcut"}})
+    began = time.monotonic()
+    result = run_process(inputs, "train", recipe, "--output", tmp_path / "run")
+    assert time.monotonic() - began < 30
+    assert result.returncode == 2 and result.stdout == ""
+    assert "SmolLM2-135M-Instrcut is neither on this machine nor reachable" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_deepspeed_profile_without_deepspeed_is_refused(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class WithoutDeepSpeed(PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        found = super().find_spec(name, path, target)\n"
+        "        return None if name.partition('.')[0] == 'deepspeed' else found\n"
+        "sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutDeepSpeed\n"
+    )
+    arguments = ("train", write_recipe(tmp_path, {}), "--output", tmp_path / "run", "--cpu", "--num-processes", "2")
+    result = run_process(inputs, *arguments, "--profile", "zero3", path=tmp_path / "site")
+    assert result.returncode == 2, result.stderr
+    assert "needs DeepSpeed, which is not installed" in result.stderr and "pip install deepspeed" in result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_bad_row_that_launched_ranks_find_is_the_last_thing_said(inputs: Path, tmp_path: Path) -> None:
+    recipe, output = write_recipe(tmp_path, {"data": {"train": "messages.jsonl"}}), tmp_path / "run"
+    arguments = ("--profile", "ddp", "--cpu", "--num-processes", "2", "--output", output)
+    result = run_process(inputs, "train", recipe, *arguments)
+    assert result.returncode == 2, result.stderr
+    told = "rank 0: row 3 of messages.jsonl: message 2 has no text `content`\n    mend that row, or take it out\n"
+    assert result.stderr.endswith(told)
+    assert result.stdout == ""
+    assert json.loads((output / "status.json").read_text())["exit_code"] == 2
+    mended = write_recipe(tmp_path, {})
+    again = run_process(inputs, "train", mended, *arguments)
+    assert again.returncode == 0, again.stderr

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from typing import TYPE_CHECKING
 
 from .errors import InputError
+from .sampling import seed_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +32,6 @@ def add_adapter(
     alone, so they are equal on every process; or they are those of the folder `weights`. Raises `InputError` when
     target_modules match nothing.
     """
-    import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if section.type == "none":
@@ -45,12 +47,29 @@ def add_adapter(
         modules_to_save=keep or None,
         exclude_modules=keep or None,
     )
-    torch.manual_seed(seed)
     try:
         wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise InputError(f"adapter.target_modules: {error}") from error
-    for parameter in wrapped.parameters():
+    for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+        if ".lora_A." in name:
+            _draw(name, parameter, seed)
     return wrapped
+
+
+def _draw(name: str, parameter: nn.Parameter, seed: int) -> None:
+    """Draw one input matrix as peft does (Kaiming, uniform), on the host and from (seed, name) alone.
+
+    peft draws on the device, one after the other, so that its values depend on the hardware and the backend.
+    """
+    import torch
+
+    from .hardware import full_shape, whole
+
+    generator = torch.Generator().manual_seed(seed_of(seed, zlib.crc32(name.encode())))
+    values = torch.empty(full_shape(parameter))
+    torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    with torch.no_grad(), whole([parameter]):
+        parameter.copy_(values)

@@ -95,8 +95,9 @@ def prepare(
     """Return a `Run` for `for step in ftcli.steps(run)`; writes no folder unless `output` names one.
 
     Works in a notebook (one process) and inside every launched process. `weights` is a folder of trained weights
-    (a run's final/) to start from instead of the recipe's model; a dry run has two steps and one evaluation batch. Raises `InputError` for what is wrong with
-    recipe, data or model, before the model's weights are read where that can be known.
+    (a run's final/) to start from instead of the recipe's model; a dry run has two steps and one evaluation batch.
+    Raises `InputError` for what is wrong with recipe, data or model, before the model's weights are read where that
+    can be known.
     """
     import torch
 

@@ -35,7 +35,8 @@ def survey_labels(rows: Dataset, given: list[str] | None) -> list[str]:
 
 def label_index(label: Any, labels: list[str]) -> int:
     """Return the index of a label; raises `RowError` for a label outside the set."""
-    if isinstance(label, int) and str(label) not in labels and 0 <= label < len(labels):
+    are_names = not any(name.lstrip("-").isdigit() for name in labels)  # where names are numbers, 0 is no index
+    if type(label) is int and are_names and 0 <= label < len(labels):
         return label  # a data set whose label column holds indices into its names
     if str(label) not in labels:
         known = ", ".join(labels[:8]) + (", ..." if len(labels) > 8 else "")

@@ -46,7 +46,7 @@ def chat(answer: dict[str, str]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", **answer}]}
 
 
-# name -> content; every one is data that cannot be trained on, but for the first two
+# name -> content; most of it cannot be trained on
 FILES: dict[str, str | bytes] = {
     "chats.jsonl": jsonl(CHATS),
     "texts.jsonl": jsonl(TEXTS),
@@ -72,6 +72,10 @@ FILES: dict[str, str | bytes] = {
     "unseen.jsonl": jsonl([TEXTS[0], {"text": "a", "label": "z"}]),
     "null.jsonl": jsonl([*TEXTS[:3], {"text": "a", "label": None}, *TEXTS]),
     "several.jsonl": jsonl([{"text": "a", "label": ["x", "y"]}] * 8),
+    "numbered.jsonl": jsonl([{"text": "a", "label": 1 + n % 2} for n in range(8)]),
+    "zero.jsonl": jsonl([{"text": "a", "label": 0}]),
+    "system.jsonl": jsonl([CHATS[0], {"prompt": "<system>", "completion": "b"}] * 4),
+    "ids.jsonl": jsonl([{"id": f"q{n}", **row} for n, row in enumerate(CHATS)]),
     "single.jsonl": jsonl([TEXTS[0]] * 8),
 }
 
@@ -115,6 +119,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "an unseen label": (
         TEXT | {"data": {"train": "texts.jsonl", "eval": "unseen.jsonl"}},
         ("row 2 of unseen.jsonl: label 'z' is not one of: x, y", "mend that row"),
+    ),
+    "an unseen number as label": (
+        TEXT | {"data": {"train": "numbered.jsonl", "eval": "zero.jsonl"}},
+        ("row 1 of zero.jsonl: label 0 is not one of: 1, 2",),
+    ),
+    "a turn that the template refuses": (
+        {"model": {"name": "picky"}, "data": {"train": "system.jsonl"}},
+        ("row 2 of system.jsonl", "chat template refuses it: no system here"),
     ),
     "a label outside the options": (
         TEXT | {"task_options": {"labels": ["x", "w"]}},
@@ -173,6 +185,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken" / "model.safetensors").write_bytes(RUBBISH)
     shutil.copytree(folder / "causal", folder / "misconfigured")
     (folder / "misconfigured" / "config.json").write_text("{no")
+    shutil.copytree(folder / "causal", folder / "picky")
+    refusal = "{% if messages[0].content == '<system>' %}{{ raise_exception('no system here') }}{% endif %}"
+    (folder / "picky" / "chat_template.jinja").write_text(refusal + testing.CHAT_TEMPLATE)
     for index in range(8):
         place = folder / "images" / "ab"[index % 2]
         place.mkdir(parents=True, exist_ok=True)
@@ -245,6 +260,12 @@ def test_after_the_mistake_is_mended_the_same_command_trains(tmp_path: Path, ftc
     assert code == 0, told
     assert json.loads((output / "status.json").read_text())["state"] == "done"
     assert not list(output.glob("errors/*"))
+
+
+def test_a_sources_own_id_column_does_no_harm(tmp_path: Path, ftcli: Ftcli) -> None:
+    recipe = write_recipe(tmp_path, {"data": {"train": "ids.jsonl"}})
+    code, told = ftcli("train", recipe, "--output", tmp_path / "run")
+    assert code == 0, told
 
 
 @pytest.mark.parametrize("profile", [(), ("--profile", "ddp", "--cpu", "--num-processes", "2")])

@@ -1,0 +1,136 @@
+"""The README's bare `accelerate launch` line, our own launcher and no launcher at all: one and the same training.
+
+Every test starts real processes, so there are few of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ftcli.run_folder import RunFolder
+
+from ..multiprocess.cells import write_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE: dict[str, Any] = {
+    "task": "sft",
+    "model": {"name": "tied", "dropout": 0.0},
+    "data": {"train": "chats.jsonl", "eval_rows": 5, "max_length": 128},
+    "batch": {"global_size": 6, "micro_size": 3},
+    "train": {"max_steps": 3},
+    "optimizer": {"learning_rate": 5e-3},
+}
+MARKS = ("FTCLI_LAUNCHED", "FTCLI_PROFILE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+FAILING_TASK = """
+import os
+from ftcli.tasks import sft
+
+Options = sft.Options
+calls = 0
+
+class Task(sft.Task):
+    def loss(self, model, batch):
+        global calls
+        calls += 1
+        if calls == 2 and os.environ.get("RANK") == "1":  # a step has one micro-batch on two processes
+            raise ArithmeticError("a fault of rank 1 at step 2")
+        return super().loss(model, batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (folder / "failing.yaml").write_text(yaml.safe_dump(RECIPE | {"task": "./failing_task.py"}))
+    (folder / "failing_task.py").write_text(FAILING_TASK)
+    return folder
+
+
+def start(inputs: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in MARKS}
+    added = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", *map(str, command)]
+    return subprocess.run(line, cwd=inputs, env=kept | added, capture_output=True, text=True, timeout=120)
+
+
+def bare(*arguments: object) -> tuple[object, ...]:
+    """Return the README's bare line; `accelerate` is started as a module, its script may not be on the path."""
+    config = ROOT / "accelerate_configs" / "ddp.yaml"
+    return (
+        *("accelerate.commands.launch", "--config_file", config, "--num_processes", 2, "--main_process_port", 0),
+        *("-m", "ftcli", *arguments),
+    )
+
+
+def test_the_bare_line_our_launcher_and_no_launcher_give_the_same_losses(inputs: Path, tmp_path: Path) -> None:
+    launched = ("ftcli", "train", "recipe.yaml", "--profile", "ddp", "--cpu", "--num-processes", 2)
+    lines = {
+        "bare": bare("train", "recipe.yaml", "--cpu"),
+        "ours": launched,
+        "none": ("ftcli", "train", "recipe.yaml", "--cpu"),
+    }
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, line in lines.items():
+        result = start(inputs, *line, "--output", tmp_path / name)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == ("" if name == "bare" else f"{tmp_path / name}\n")
+        folder = RunFolder(tmp_path / name)
+        assert folder.status()["state"] == "done" and folder.final.is_dir()
+        rows[name] = folder.metrics()
+    for name in ("bare", "ours"):
+        for found, wanted in zip(rows[name], rows["none"], strict=True):
+            assert found.keys() == wanted.keys()
+            for key in wanted.keys() & {"step", "items", "samples", "learning_rate"}:
+                assert found[key] == wanted[key]
+            for key in wanted.keys() & {"loss", "grad_norm", "eval/loss", "eval/perplexity"}:
+                assert found[key] == pytest.approx(wanted[key], rel=1e-5), (name, key)
+    assert "source: environment" in (tmp_path / "bare" / "profile.yaml").read_text()
+    profile = yaml.safe_load((tmp_path / "bare" / "profile.yaml").read_text())
+    assert (profile["distributed_type"], profile["num_processes"]) == ("MULTI_GPU", 2)
+    assert "source: file" in (tmp_path / "ours" / "profile.yaml").read_text()
+    environments = {name: json.loads((tmp_path / name / "environment.json").read_text()) for name in lines}
+    assert [environments[name]["processes"] for name in lines] == [2, 2, 1]
+    assert [environments[name]["launched"] for name in lines] == ["directly", "ftcli", "directly"]
+
+
+def test_an_exception_on_one_rank_ends_all_and_is_the_last_thing_said(inputs: Path, tmp_path: Path) -> None:
+    line = ("ftcli", "train", "failing.yaml", "--profile", "ddp", "--cpu", "--num-processes", 2)
+    began = time.monotonic()
+    result = start(inputs, *line, "--output", tmp_path / "run")
+    seconds = time.monotonic() - began
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.endswith("rank 1: ArithmeticError: a fault of rank 1 at step 2\n")
+    assert 'raise ArithmeticError("a fault of rank 1 at step 2")' in result.stderr.rpartition("Traceback")[2]
+    status = RunFolder(tmp_path / "run").status()
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert [row["step"] for row in RunFolder(tmp_path / "run").metrics()] in ([], [1])
+    failed = json.loads((tmp_path / "run" / "errors" / "rank-1.json").read_text())["time"]
+    assert time.time() - failed < 30 and seconds < 60
+    assert not _processes_of(tmp_path / "run")
+
+
+def test_an_exception_under_the_bare_line_ends_all_ranks_too(inputs: Path, tmp_path: Path) -> None:
+    result = start(inputs, *bare("train", "failing.yaml", "--cpu", "--output", tmp_path / "run"))
+    assert result.returncode == 1
+    assert "a fault of rank 1 at step 2" in result.stderr
+    failed = json.loads((tmp_path / "run" / "errors" / "rank-1.json").read_text())["time"]
+    assert time.time() - failed < 40
+    assert not _processes_of(tmp_path / "run")
+
+
+def _processes_of(run: Path) -> list[list[str]]:
+    """Return the command lines of processes that still work for a run folder."""
+    import psutil
+
+    return [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(run) in (p.info["cmdline"] or [])]

@@ -1,0 +1,284 @@
+"""What a run leaves behind, file by file, and what the other commands make of it. Tiny models, one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ftcli import __version__
+from ftcli.__main__ import main
+from ftcli.recipe_file import load_recipe
+from ftcli.run_folder import RunFolder
+
+from ..multiprocess.cells import write_inputs
+
+SFT: dict[str, Any] = {
+    "task": "sft",
+    "model": {"name": "tied", "dropout": 0.0},
+    "data": {"train": "chats.jsonl", "eval_rows": 5, "max_length": 128},
+    "batch": {"global_size": 6, "micro_size": 3},
+    "train": {"max_steps": 4},
+    "optimizer": {"learning_rate": 5e-3},
+    "evaluate": {"every_steps": 2},
+}
+LORA = {"adapter": {"type": "lora", "r": 3, "lora_alpha": 6}}
+TEXT = {
+    "task": "text_classification",
+    "model": {"name": "encoder", "dropout": 0.0},
+    "data": {"train": "texts.jsonl", "eval_rows": 5},
+}
+IMAGE = {"task": "image_classification", "model": {"name": "vit"}, "data": {"train": "images", "eval_rows": 5}}
+FILES = {"recipe.yaml", "profile.yaml", "environment.json", "metrics.jsonl", "status.json", "probe.safetensors"}
+WEIGHTS = {"model.safetensors", "config.json", "generation_config.json"}
+ADAPTER = {"adapter_model.safetensors", "adapter_config.json"}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+OWN_TASK = '''
+"""A task of the user's own: the text's length as its label, on the parts of text_classification."""
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+from ftcli.losses import cross_entropy_rows
+from ftcli.models import load_model, load_tokenizer
+from ftcli.tasks import text_classification as text
+from ftcli.tasks.labels import classification_rows
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    long_from: int = 20
+
+class Task:
+    item, columns, peft_type = "sample", ("text",), None
+    auto_class = "AutoModelForSequenceClassification"
+    blank, collate, count = text.Task.blank, text.Task.collate, text.Task.count
+    save_processor, probe, finish_model = text.Task.save_processor, text.Task.probe, text.Task.finish_model
+
+    def __init__(self, recipe, options):
+        self.recipe, self.options, self.tokenizer = recipe, options, load_tokenizer(recipe.model)
+
+    def fingerprint(self):
+        return f"length {self.options.long_from}"
+
+    def survey(self, rows):
+        return {}
+
+    def encode(self, row, facts):
+        ids = self.tokenizer(row["text"])["input_ids"]
+        return {"input_ids": ids, "target": int(len(ids) >= self.options.long_from), "items": 1}
+
+    def load_model(self, facts, **kwargs):
+        return load_model(self.auto_class, self.recipe, new_head=True, labels=["short", "long"], **kwargs)
+
+    def logits(self, model, batch):
+        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+
+    def loss(self, model, batch):
+        return cross_entropy_rows(self.logits(model, batch), batch["targets"]).sum()
+
+    def eval_step(self, model, batch):
+        return classification_rows(self.logits(model, batch), batch["targets"])
+
+    def metrics(self, rows):
+        return {"loss": float(rows["loss"].sum() / rows["items"].sum()), "long": float(np.mean(rows["prediction"]))}
+'''
+
+Ftcli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    (folder / "my_task.py").write_text(OWN_TASK)
+    return folder
+
+
+@pytest.fixture
+def ftcli(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ftcli:
+    """Return a function that runs one command line in this process and gives (exit code, stdout, stderr)."""
+    monkeypatch.chdir(inputs)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def train(tmp_path: Path, ftcli: Ftcli) -> Callable[..., Path]:
+    """Return a function that trains the small recipe with changes and gives the run folder."""
+
+    def run(changes: dict[str, Any], *arguments: object) -> Path:
+        recipe, output = tmp_path / "small.yaml", tmp_path / "run"
+        recipe.write_text(yaml.safe_dump(SFT | changes))
+        code, out, err = ftcli("train", recipe, "--output", output, *arguments)
+        assert code == 0, err
+        assert out == (f"{output}-dry-run\n" if "--dry-run" in arguments else f"{output}\n")
+        return Path(out.rstrip("\n"))
+
+    return run
+
+
+def names(folder: Path) -> set[str]:
+    return {item.name for item in folder.iterdir()}
+
+
+def rows_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    rows = RunFolder(run).metrics()
+    return [row for row in rows if "loss" in row], [row for row in rows if "loss" not in row]
+
+
+def test_a_run_leaves_exactly_these_files(train: Callable[..., Path], ftcli: Ftcli) -> None:
+    run = train({})
+    assert names(run) == FILES | {"final"}
+    assert names(run / "final") == WEIGHTS | TOKENIZER | {"README.md"}
+    training, evaluations = rows_of(run)
+    assert [row["step"] for row in training] == [1, 2, 3, 4]
+    wanted = {"step", "loss", "grad_norm", "learning_rate", "items", "samples", "epoch", "seconds"}
+    speed = {"tokens_per_second", "rows_per_second", "data_wait_share", "peak_memory_gb"}
+    assert all(set(row) == wanted | speed for row in training)
+    assert all(row["items"] > 0 and row["samples"] > 0 and 0 <= row["data_wait_share"] <= 1 for row in training)
+    assert [row["step"] for row in evaluations] == [2, 4]
+    assert all(set(row) == {"step", "eval/loss", "eval/perplexity"} for row in evaluations)
+    assert training[-1]["loss"] < training[0]["loss"]
+    status = RunFolder(run).status()
+    assert {name: status[name] for name in ("state", "step", "exit_code", "error")} == {
+        "state": "done",
+        "step": 4,
+        "exit_code": 0,
+        "error": "",
+    }
+    assert load_recipe(run / "recipe.yaml") == load_recipe(run.parent / "small.yaml")
+    assert yaml.safe_load((run / "profile.yaml").read_text()) is None
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"] and environment["packages"]["transformers"]
+    assert {"git_commit", "device", "python", "command"} <= environment.keys()
+    assert (environment["processes"], environment["launched"]) == (1, "directly")
+    card = (run / "final" / "README.md").read_text()
+    assert f"| loss | {evaluations[-1]['eval/loss']:.4f} |" in card
+
+    code, out, _ = ftcli("show", run)
+    assert code == 0 and "done at step 4" in out and "eval     step 4: eval/loss" in out
+    code, out, err = ftcli("evaluate", run)
+    assert code == 0, err
+    last = {name.removeprefix("eval/"): value for name, value in evaluations[-1].items() if name != "step"}
+    assert json.loads(out) == pytest.approx(last, rel=1e-6)
+    assert json.loads((run / "evaluation.json").read_text()) == json.loads(out)
+    code, out, _ = ftcli("generate", run, "--prompt", "alpha", "--prompt", "beta", "--max-new-tokens", 3)
+    assert code == 0 and out.count("\n\n") == 1
+    _refuses_an_export_of_other_weights(run, ftcli)
+
+
+def _refuses_an_export_of_other_weights(run: Path, ftcli: Ftcli) -> None:
+    """Change one weight of the trained model; the comparison of logits must see it and leave nothing behind."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(run / "final" / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] *= 1.5
+    save_file(weights, run / "final" / "model.safetensors", metadata={"format": "pt"})
+    before = names(run.parent)
+    code, out, err = ftcli("export", run, run.parent / "exported")
+    assert code == 1 and out == ""
+    assert "away from the trained model's" in err
+    (run / "final" / "model.safetensors").write_bytes(b"rubbish")
+    code, _, err = ftcli("export", run, run.parent / "exported")
+    assert code == 1 and "does not load in plain transformers" in err
+    assert names(run.parent) == before
+
+
+@pytest.mark.parametrize("changes", [LORA, TEXT | LORA], ids=["sft", "text"])
+def test_an_adapter_is_exported_as_it_is_and_merged(
+    changes: dict[str, Any], train: Callable[..., Path], ftcli: Ftcli
+) -> None:
+    run = train(changes)
+    assert names(run / "final") >= ADAPTER and "model.safetensors" not in names(run / "final")
+    _, evaluations = rows_of(run)
+    code, out, err = ftcli("evaluate", run)
+    last = {name.removeprefix("eval/"): value for name, value in evaluations[-1].items() if name != "step"}
+    assert code == 0 and json.loads(out) == pytest.approx(last, rel=1e-6), err
+    for merge in (False, True):
+        target = run.parent / f"exported {merge}"
+        code, out, err = ftcli("export", run, target, *(["--merge"] * merge))
+        assert code == 0, err
+        assert out == f"{target}\n" and "loads in plain transformers" in err
+        assert names(target) >= ({"model.safetensors", "config.json"} if merge else ADAPTER)
+        assert merge != (names(target) >= ADAPTER)
+    code, _, err = ftcli("export", run, target)
+    assert code == 2 and "already holds something" in err
+
+
+@pytest.mark.parametrize("changes", [{}, IMAGE], ids=["sft", "image"])
+def test_a_whole_model_is_exported_and_has_nothing_to_merge(
+    changes: dict[str, Any], train: Callable[..., Path], ftcli: Ftcli
+) -> None:
+    run = train(changes)
+    code, _, err = ftcli("export", run, run.parent / "exported")
+    assert code == 0, err
+    assert {"model.safetensors", "config.json"} <= names(run.parent / "exported")
+    code, _, err = ftcli("export", run, run.parent / "merged", "--merge")
+    assert code == 2 and "--merge is for adapter runs" in err
+    code, _, err = ftcli("generate", run, "--prompt", "alpha", "--max-new-tokens", 2)
+    assert code == (2 if changes else 0), err
+    assert not changes or "did not train a model that generates text" in err
+
+
+def test_tensorboard_gets_the_rows_when_asked(train: Callable[..., Path]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train({"log": {"trackers": ["tensorboard"]}})
+    events = list(run.rglob("events.out.tfevents.*"))
+    found = {}
+    for path in events:
+        accumulator = EventAccumulator(str(path))
+        accumulator.Reload()
+        found |= {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
+    training, evaluations = rows_of(run)
+    assert [event.value for event in found["loss"]] == pytest.approx([row["loss"] for row in training])
+    assert [event.step for event in found["eval/loss"]] == [row["step"] for row in evaluations]
+
+
+def test_a_dry_run_does_two_steps_an_evaluation_and_a_save(train: Callable[..., Path]) -> None:
+    run = train({"schedule": {"warmup_steps": 3}, "train": {"epochs": 2.0}}, "--dry-run")
+    assert names(run.parent) == {"small.yaml", "run-dry-run"}
+    training, evaluations = rows_of(run)
+    assert [row["step"] for row in training] == [1, 2] and len(evaluations) == 1
+    assert "model.safetensors" in names(run / "final")
+
+
+def test_after_a_dry_run_the_same_command_trains_in_earnest(inputs: Path, ftcli: Ftcli) -> None:
+    (inputs / "twice.yaml").write_text(yaml.safe_dump(SFT))
+    for _ in range(2):
+        code, out, err = ftcli("train", "twice.yaml", "--dry-run")
+        assert code == 0, err
+    code, out, err = ftcli("train", "twice.yaml")
+    assert code == 0, err
+    assert out == "runs/twice\n" and RunFolder("runs/twice").status()["step"] == 4
+    code, _, err = ftcli("train", "twice.yaml", "--dry-run")  # and leaves the real one alone
+    assert code == 0, err
+    assert RunFolder("runs/twice").status()["step"] == 4
+    shutil.rmtree("runs")
+
+
+def test_a_users_own_task_trains_without_any_other_change(train: Callable[..., Path], ftcli: Ftcli) -> None:
+    run = train(TEXT | {"task": "./my_task.py", "task_options": {"long_from": 30}})
+    training, evaluations = rows_of(run)
+    assert len(training) == 4 and set(evaluations[-1]) == {"step", "eval/loss", "eval/long"}
+    assert json.loads((run / "final" / "config.json").read_text())["label2id"] == {"short": 0, "long": 1}
+    code, _, err = ftcli("export", run, run.parent / "exported")
+    assert code == 0, err
+    code, _, err = ftcli("train", run / "recipe.yaml", "--output", run.parent / "b", "--set", "task_options.long=3")
+    assert code == 2 and "unknown key 'long' in task_options" in err and "long_from" in err
+
+
+def test_the_version_of_ftcli_is_in_the_environment_when_it_is_installed(ftcli: Ftcli) -> None:
+    code, out, _ = ftcli("version")
+    assert code == 0 and __version__ in out

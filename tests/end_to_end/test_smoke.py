@@ -1,0 +1,76 @@
+"""The three smoke recipes, real models on real rows, through the real command line under every profile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.fetching import fetch
+from ftcli.run_folder import RunFolder
+
+pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
+PROFILES = {"single": 1, "ddp": 2, "fsdp": 2, "zero3": 2}
+RECIPES = [
+    pytest.param("image_classification"),
+    pytest.param("text_classification", marks=pytest.mark.slow),
+    pytest.param("sft", marks=pytest.mark.slow),
+]
+# Three steps show what twenty would; few evaluation rows, for it is the profiles that are compared.
+SHORT = ["train.max_steps=3", "schedule.warmup_steps=1", "evaluate.at_start=false", "data.eval=null", "data.eval_rows=6"]
+
+
+def train(recipe: str, profile: str, folder: Path, overrides: list[str]) -> RunFolder:
+    command = [sys.executable, "-m", "ftcli", "train", f"smoke/{recipe}", "--profile", profile, "--cpu"]
+    command += ["--num-processes", str(PROFILES[profile]), "--output", str(folder)]
+    for override in overrides:
+        command += ["--set", override]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return RunFolder(folder)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_smoke_recipe_gives_the_same_curve_under_every_profile(recipe: str, tmp_path: Path) -> None:
+    fetch(f"smoke/{recipe}")
+    runs = {profile: train(recipe, profile, tmp_path / profile, SHORT) for profile in PROFILES}
+    wanted = runs["single"]
+    for profile, run in runs.items():
+        assert run.status()["state"] == "done", profile
+        assert_same(wanted.metrics(), run.metrics())
+        assert (run.final / "README.md").is_file()
+
+
+def assert_same(wanted: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    assert len(wanted) == len(found) == 4  # three steps and one evaluation
+    for a, b in zip(wanted, found, strict=True):
+        for key in ("step", "items", "samples", "learning_rate"):
+            assert a.get(key) == b.get(key)
+        for key in ("loss", "grad_norm", "eval/loss"):
+            assert b.get(key) == (pytest.approx(a[key], rel=2e-4) if key in a else None)
+
+
+def test_digits_are_learnt_far_beyond_the_majority_class(tmp_path: Path) -> None:
+    fetch("smoke/image_classification")
+    run = train("image_classification", "single", tmp_path / "run", ["train.max_steps=60"])
+    last = run.metrics()[-1]
+    assert last["eval/accuracy"] > 0.8  # always answering the commonest digit: 0.10
+    assert last["eval/macro_f1"] > 0.8
+
+
+@pytest.mark.slow
+def test_modules_are_told_apart_far_beyond_the_majority_class(tmp_path: Path) -> None:
+    fetch("smoke/text_classification")
+    last = train("text_classification", "single", tmp_path / "run", []).metrics()[-1]
+    assert last["eval/accuracy"] > 0.6  # always answering the commonest module: 0.29
+
+
+@pytest.mark.slow
+def test_documenting_functions_is_learnt(tmp_path: Path) -> None:
+    fetch("smoke/sft")
+    metrics = train("sft", "single", tmp_path / "run", ["evaluate.at_start=true"]).metrics()
+    evaluations = [row["eval/perplexity"] for row in metrics if "eval/perplexity" in row]
+    assert evaluations[-1] < 0.6 * evaluations[0]

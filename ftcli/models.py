@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,8 @@ def load_model(
     """
     import torch
 
+    from .hardware import loaded_whole
+
     section = recipe.model
     if weights is not None and (weights / "config.json").exists():
         section = section.model_copy(update={"name": str(weights.absolute()), "revision": None})
@@ -99,7 +102,8 @@ def load_model(
         kwargs["config"] = _without_dropout(section, kwargs)
     torch.manual_seed(recipe.seed)
     auto = getattr(importlib.import_module("transformers"), auto_class)
-    model, info = load_from_hub(auto, section, **kwargs)
+    with loaded_whole() if new_head else nullcontext():
+        model, info = load_from_hub(auto, section, **kwargs)
     new = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     heads = sorted({name.rpartition(".")[0] for name in new})
     _check_architecture(model, new, section.name, new_head=new_head)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -124,6 +124,11 @@ def whole(parameters: list[nn.Parameter]) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def loaded_whole() -> AbstractContextManager[None]:
+    """Return a block in which transformers loads every weight whole, also where it would load it in pieces."""
+    return deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext()
 
 
 def _asks(name: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,3 +69,16 @@ def gathered(parameters: list[nn.Parameter], *, modify: bool = True) -> Abstract
 
     block: AbstractContextManager[None] = GatheredParameters(parameters, modifier_rank=0 if modify else None)
     return block
+
+
+@contextmanager
+def loaded_whole() -> Iterator[None]:
+    """Hide ZeRO-3 from transformers: in pieces it cannot drop a head of another size (it raises instead)."""
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(AcceleratorState().deepspeed_plugin.dschf)

@@ -20,7 +20,13 @@ RECIPES = [
     pytest.param("sft", marks=pytest.mark.slow),
 ]
 # Three steps show what twenty would; few evaluation rows, for it is the profiles that are compared.
-SHORT = ["train.max_steps=3", "schedule.warmup_steps=1", "evaluate.at_start=false", "data.eval=null", "data.eval_rows=6"]
+SHORT = [
+    "train.max_steps=3",
+    "schedule.warmup_steps=1",
+    "evaluate.at_start=false",
+    "data.eval=null",
+    "data.eval_rows=6",
+]
 
 
 def train(recipe: str, profile: str, folder: Path, overrides: list[str]) -> RunFolder:

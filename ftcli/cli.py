@@ -204,7 +204,7 @@ def quickstart() -> None:
     """Train a small real model, show before and after."""
     from . import quickstart as module
 
-    _print_result(module.quickstart())
+    module.quickstart()
 
 
 @app.command()

@@ -87,7 +87,7 @@ def train(
     if problems := check_trackers(loaded) + ([] if chosen is None else check_pair(loaded, chosen)):
         raise InputError(problems)
     folder = RunFolder(run_output(recipe if isinstance(recipe, str | Path) else loaded.task, loaded, output))
-    if dry_run and not is_launched():
+    if dry_run and "FTCLI_LAUNCHED" not in os.environ:
         folder = folder.beside_for_rehearsal()
     if chosen is None or is_launched():
         from .run import work

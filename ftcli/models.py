@@ -40,6 +40,10 @@ def quiet_libraries() -> None:
     import datasets
     import transformers
 
+    from .hardware.rehearsal import has_accelerator, name_the_device
+
+    if not has_accelerator():
+        name_the_device()
     for module in ("torch.distributed", "transformers", "accelerate", "deepspeed", "peft"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module.replace(".", r"\."))
     transformers.logging.set_verbosity_error()
@@ -189,7 +193,7 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
     folder = model_folder(section.name)
     if folder is None and section.revision is not None:
         kwargs["revision"] = section.revision
-    name = section.name if folder is None else str(folder)
+    name = section.name if folder is None else str(folder.absolute())
     try:
         return auto.from_pretrained(name, trust_remote_code=section.trust_remote_code, **kwargs)
     except (OSError, ValueError, ImportError, SafetensorError) as error:

@@ -7,6 +7,7 @@ due. On a terminal progress is one moving line; in a log file it is one plain li
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
 import time
@@ -34,7 +35,7 @@ class Reporter:
         self.number = run.first_step
         self._since = self._started = time.perf_counter()
         self._items = self._rows = 0
-        self._data_seconds = 0.0
+        self._data_seconds = self._away = 0.0
         self._printed = 0.0
         self._finished = False
 
@@ -99,6 +100,11 @@ class Reporter:
         last = step.number == self.run.steps
         if step.number % self.run.recipe.log.every_steps == 0 or last or step.stop:
             row = self._row(step)
+            if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+                raise RuntimeError(
+                    f"step {step.number}: loss {row['loss']}, gradient norm {row['grad_norm']}; the weights are lost. "
+                    "Lower optimizer.learning_rate or lengthen schedule.warmup_steps"
+                )
             self._write(row)
             self._show(row, last=last or step.stop)
         elif self.terminal:
@@ -119,7 +125,7 @@ class Reporter:
             "rows_per_second": self._rows / elapsed,
             "data_wait_share": self._data_seconds / elapsed,
             "peak_memory_gb": _peak_memory() / 1e9,
-            "seconds": now - self._started,
+            "seconds": now - self._started - self._away,
         }
         self._since, self._items, self._rows, self._data_seconds = now, 0, 0, 0.0
         return row
@@ -147,7 +153,8 @@ class Reporter:
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of an evaluation after `step` steps."""
-        self._since = time.perf_counter()  # evaluation is not training time
+        self._away += time.perf_counter() - self._since  # evaluation is not training time
+        self._since = time.perf_counter()
         if self.main:
             row = {"step": step} | {f"eval/{name}": value for name, value in metrics.items()}
             self._write(row)

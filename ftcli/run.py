@@ -19,7 +19,7 @@ from .faults import StopRequest, ignore_signals_in_workers, record_failure, watc
 from .planning import Plan, derive_plan
 from .recipe import Recipe
 from .recipe_file import dump_recipe, load_recipe
-from .run_folder import RunFolder, describe_environment
+from .run_folder import DRY_RUN, RunFolder, describe_environment
 from .sampling import PADDING, EvalOrder, Key, TrainOrder, seed_of
 
 if TYPE_CHECKING:
@@ -234,6 +234,10 @@ def work(
         watch_peers(folder)
         if is_main:
             _write_intent(folder, recipe, profile)
+            if dry_run:
+                folder.write_text(
+                    DRY_RUN, "two steps, to see that everything works; the next dry run replaces this folder\n"
+                )
         run = prepare(recipe, output=output, cpu=cpu, dry_run=dry_run)
         _check_world(run, profile)
         if run.hardware.ranks.is_main:

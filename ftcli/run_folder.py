@@ -20,6 +20,7 @@ from typing import Any
 from .errors import InputError
 
 OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "final")  # a folder that holds one of these is somebody's
+DRY_RUN = "dry-run"  # the file that says a folder may be thrown away
 PACKAGES = ("ftcli", "torch", "accelerate", "transformers", "peft", "datasets", "deepspeed", "safetensors", "numpy")
 
 
@@ -66,7 +67,7 @@ class RunFolder:
     def beside_for_rehearsal(self) -> RunFolder:
         """Return the folder of a dry run, beside the real run's; what an earlier dry run left there is removed."""
         beside = RunFolder(self.path.with_name(f"{self.path.name}-dry-run"))
-        if (beside.path / "recipe.yaml").exists():
+        if (beside.path / DRY_RUN).exists() and os.environ.get("RANK", "0") == "0":
             shutil.rmtree(beside.path)
         return beside
 

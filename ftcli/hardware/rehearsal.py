@@ -15,6 +15,11 @@ def has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
+def name_the_device() -> None:
+    """Tell DeepSpeed, which other libraries import, that there is only a CPU: it would complain on standard output."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def forget_former_runs() -> None:
     """Reset Accelerate's process-wide state: one process may hold several runs after each other (notebooks)."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -30,7 +35,7 @@ def start_on_cpu() -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for others, and complain
+    name_the_device()
     if "WORLD_SIZE" in os.environ and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))
     state = PartialState(cpu=True)

@@ -78,7 +78,13 @@ def test_law_1_only_hardware_and_profiles_name_backends() -> None:
         and path.name not in allowed
         and any(re.search(r"deepspeed|fsdp", name, re.IGNORECASE) for name in names_in(ast.parse(path.read_text())))
     }
-    assert guilty <= {"run_folder.py", "listing.py", "supervision.py", "foreign_names.py"}  # words only: see there
+    assert guilty <= {
+        "run_folder.py",
+        "listing.py",
+        "supervision.py",
+        "foreign_names.py",
+        "models.py",
+    }  # words only: see there
 
 
 def test_law_1_prepare_is_called_once_in_the_whole_package() -> None:

@@ -102,8 +102,6 @@ def prepare(
     import torch
 
     from . import hardware as hardware_package
-    from .adapters import add_adapter
-    from .hardware.precision import load_dtype
     from .models import quiet_libraries
     from .optimizers import build_optimizer
     from .tasks import build_task
@@ -128,16 +126,7 @@ def prepare(
         trackers=[] if folder is None else list(loaded.log.trackers),
         folder=None if folder is None else str(folder.path),
     )
-    model, heads = task.load_model(rows.facts, dtype=load_dtype(loaded), weights=weights)
-    model = add_adapter(model, loaded.adapter, seed=loaded.seed, keep=heads, task_type=task.peft_type, weights=weights)
-    task.finish_model(model)
-    if loaded.model.gradient_checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            told = f"model.gradient_checkpointing: {loaded.model.name} does not support it"
-            raise InputError(told, hint="set it to false")
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    model.train()
-    model = hardware.fit(model)
+    model = hardware.fit(_build_model(loaded, task, rows, weights))
     optimizer = build_optimizer(model, loaded.optimizer)
     train_loader, eval_loader = _loaders(loaded, plan, task, rows)
     loaders = [train_loader] if eval_loader is None else [train_loader, eval_loader]
@@ -164,20 +153,44 @@ def prepare(
     )
 
 
+def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path | None) -> nn.Module:
+    """Return the task's model with its adapter, in training mode and not yet prepared."""
+    from .adapters import add_adapter
+    from .hardware.precision import load_dtype
+
+    model, heads = task.load_model(rows.facts, dtype=load_dtype(recipe), weights=weights)
+    model = add_adapter(model, recipe.adapter, seed=recipe.seed, keep=heads, task_type=task.peft_type, weights=weights)
+    task.finish_model(model)
+    if recipe.model.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            told = f"model.gradient_checkpointing: {recipe.model.name} does not support it"
+            raise InputError(told, hint="set it to false")
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return model.train()
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Rows to a batch of tensors with the ids of its rows; a class, so that loader processes can be handed it."""
+
+    task: Task
+
+    def __call__(self, rows: list[Row]) -> Batch:
+        """Return the batch of some rows."""
+        import torch
+
+        return self.task.collate(rows) | {"sample_ids": torch.tensor([row["id"] for row in rows])}
+
+
 def _loaders(recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows) -> tuple[DataLoader, DataLoader | None]:
     """Return loaders of host batches in global order; Accelerate gives each process its share of the batches."""
     from torch.utils.data import DataLoader
-
-    def collate(batch: list[Row]) -> Batch:
-        import torch
-
-        return task.collate(batch) | {"sample_ids": torch.tensor([row["id"] for row in batch])}
 
     def loader(part: Any, order: Any, *, training: bool) -> DataLoader:
         return DataLoader(
             Rows(part, task, training=training),  # type: ignore[arg-type]
             batch_sampler=order,
-            collate_fn=collate,
+            collate_fn=Collate(task),
             num_workers=recipe.data.workers if training else 0,
             worker_init_fn=ignore_signals_in_workers,
         )

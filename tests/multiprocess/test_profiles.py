@@ -70,6 +70,16 @@ def test_the_micro_size_does_not_move_the_curve(micro: int, inputs: Path, single
     assert_same_curve(single["sft-tied"], found[0]["sft-tied"])
 
 
+def test_machine_hints_do_not_move_the_curve(inputs: Path, single: dict[str, Any]) -> None:
+    data = {"train": {"path": str(inputs / "images")}, "eval_rows": 5, "workers": 2}
+    with_workers = run_on_cpu(train_cells, inputs, ["vit"], {"data": data}, processes=2, profile="ddp")[0]
+    assert_same_curve(single["vit"], with_workers["vit"])
+    model = {"name": str(inputs / "tied"), "dropout": 0.0, "gradient_checkpointing": True}
+    for name in ("sft-tied", "sft-lora"):
+        recomputed = run_on_cpu(train_cells, inputs, [name], {"model": model}, processes=1, profile="single")[0]
+        assert_same_curve(single[name], recomputed[name])
+
+
 def test_bf16_stays_within_its_rounding_on_every_profile(inputs: Path) -> None:
     changed = {"precision": "bf16"}
     names = ["sft-tied", "sft-lora", "text"]

@@ -58,6 +58,15 @@ for _name, _pattern, _first in _SCALARS:
         _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), _first)
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Return a text's node; one with an unusual line break is escaped, for a reader would fold it into a space."""
+    style = '"' if set(text) & set("\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 @dataclass(frozen=True)
 class Document:
     """One YAML mapping: its values, the place of every key path, and the problems met while reading it."""

@@ -12,7 +12,7 @@ import pytest
 
 from ftcli.assets import fetch_asset
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,7 @@ def test_the_micro_size_does_not_move_the_curve(micro: int, inputs: Path, single
     assert_same_curve(single["sft-tied"], found[0]["sft-tied"])
 
 
+@pytest.mark.slow
 def test_machine_hints_do_not_move_the_curve(inputs: Path, single: dict[str, Any]) -> None:
     data = {"train": {"path": str(inputs / "images")}, "eval_rows": 5, "workers": 2}
     with_workers = run_on_cpu(train_cells, inputs, ["vit"], {"data": data}, processes=2, profile="ddp")[0]
@@ -80,6 +81,7 @@ def test_machine_hints_do_not_move_the_curve(inputs: Path, single: dict[str, Any
         assert_same_curve(single[name], recomputed[name])
 
 
+@pytest.mark.slow
 def test_bf16_stays_within_its_rounding_on_every_profile(inputs: Path) -> None:
     changed = {"precision": "bf16"}
     names = ["sft-tied", "sft-lora", "text"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ftcli.documents import dump_document, parse_document, parse_value, read_document
@@ -169,6 +169,8 @@ plain_values = st.recursive(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # two cores, shared
 @given(st.dictionaries(st.text("xyz", min_size=1), plain_values, max_size=4))
+@example({"x": "\x85"})
+@example({"x": "a\u2028b"})
 def test_what_is_dumped_reads_back_equal_here_and_in_yaml_1_1(values: dict[str, Any]) -> None:
     text = dump_document(values)
     assert parse_document(text, "r.yaml").values == values

@@ -86,6 +86,9 @@ def _unknown_hint(keys: tuple[str, ...], known: list[str]) -> str:
     key = keys[-1]
     if key in RENAMED:
         return RENAMED[key]
+    for refused, (hint, _) in REFUSED.items():  # refused wherever it stands
+        if refused.rpartition(".")[2] == key:
+            return hint
     for section, inner in SECTIONS.items():
         if key in inner and section != keys[0]:
             return f"it belongs in {section}"

@@ -12,7 +12,7 @@ import pytest
 from ftcli.fetching import fetch
 from ftcli.run_folder import RunFolder
 
-pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.network, pytest.mark.timeout(1500)]
 PROFILES = {"single": 1, "ddp": 2, "fsdp": 2, "zero3": 2}
 RECIPES = [
     pytest.param("image_classification"),

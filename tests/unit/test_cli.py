@@ -17,6 +17,7 @@ COMMANDS = [
     "init",
     "train",
     "check",
+    "parity",
     "fetch",
     "evaluate",
     "export",

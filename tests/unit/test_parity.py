@@ -15,6 +15,7 @@ from ftcli.comparison import TOLERANCES, Curve, compare
 from ftcli.errors import InputError
 from ftcli.profiles import load_profile
 from ftcli.recipe import Recipe
+from ftcli.recipe_file import dump_recipe
 from ftcli.run_folder import RunFolder
 
 STEPS = 4
@@ -72,7 +73,7 @@ SENTENCES: list[tuple[dict[str, Any], str]] = [
     ({"changes": {1: {"loss": float("nan")}}}, "loss leaves the tolerance at step 1: nan against 2.5 (nan > 1e-05)"),
     ({"evaluation": 2.1}, "evaluation loss leaves the tolerance at step 4: 2.1 against 2 (5.0e-02 > 1e-05)"),
     ({"digest": "f" * 64, "weight": 9.0}, "initial weight b differs: ffffffffffff against 111111111111"),
-    ({"weight": 1.2}, "distance of the final weights leaves the tolerance (5.0e-01 > 0.2)"),
+    ({"weight": 1.2}, "distance of the final weights leaves the tolerance (5.0e-01 > 0.05)"),
 ]
 
 
@@ -161,6 +162,28 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(InputError, match=told):
         labels(tmp_path, profiles, processes, sizes)
+
+
+def test_a_micro_size_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(dump_recipe(a_recipe(tmp_path)))
+    with pytest.raises(InputError, match="--micro-sizes and --set batch.micro_size= exclude each other"):
+        parity.compare_profiles("my.yaml", ["single"], micro_sizes=[2], overrides=["batch.micro_size=3"])
+    assert not Path("runs").exists()
+
+
+def test_a_launched_process_launches_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCLI_LAUNCHED", "0")
+    with pytest.raises(InputError, match="parity launches its own processes"):
+        parity.compare_profiles("my.yaml", ["single"])
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "report.txt").write_text("mine")
+    with pytest.raises(InputError, match="already holds something"):
+        parity._claim(tmp_path)
+    parity._claim(tmp_path / "new" / "one")
+    assert (tmp_path / "new" / "one").is_dir()
 
 
 def judged(tmp_path: Path, recipe: Recipe, runs: list[tuple[str, int, int, float]], dropout: float) -> parity.Parity:

@@ -95,14 +95,15 @@ class Parity:
             "",
         ]
         found = [comparison.departure for comparison in self.comparisons if comparison.departure]
-        verdict = f"{len(found)} of {len(self.comparisons)} leave the curve"
+        free = sum(not comparison.is_held for comparison in self.comparisons)
+        stays = "the curve stays" + (f" where it can; {free} of {len(self.comparisons)} not held" if free else "")
         return [
             *head,
             *_table(self.reference, self.comparisons),
             "",
             *(f"note: {note}" for note in self.notes),
             *map(str, found),
-            verdict if found else "the curve stays",
+            f"{len(found)} of {len(self.comparisons)} leave the curve" if found else stays,
             f"curves: {self.picture}",
         ]
 

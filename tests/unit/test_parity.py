@@ -218,7 +218,8 @@ def test_where_exactness_is_impossible_only_equal_worlds_are_held(recipe: dict[s
     assert found.exit_code == 0
     assert "held only between runs with equal processes and micro-batches" in found.notes[0]
     assert "fsdp x2, micro 2 is compared with ddp x2, micro 2" in found.notes
-    assert sum(line.endswith("not held") for line in found.lines()) == 2
+    assert sum(line.endswith("  not held") for line in found.lines()) == 2
+    assert "the curve stays where it can; 2 of 3 not held" in found.lines()
 
 
 def test_the_report_prints_one_table_the_tolerances_and_the_verdict(tmp_path: Path) -> None:

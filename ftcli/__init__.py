@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .launcher import train as train
     from .loop import evaluate as evaluate
     from .loop import steps as steps
+    from .parity import compare_profiles as compare_profiles
     from .planning import check as check
     from .recipe_file import load_recipe as load_recipe
     from .run import prepare as prepare
@@ -29,6 +30,7 @@ _HOMES = {
     "LaunchError": "supervision",
     "RunFolder": "run_folder",
     "check": "planning",
+    "compare_profiles": "parity",
     "evaluate": "loop",
     "export": "artifacts",
     "generate": "generation",
@@ -43,6 +45,7 @@ __all__ = [
     "LaunchError",
     "RunFolder",
     "check",
+    "compare_profiles",
     "evaluate",
     "export",
     "generate",

@@ -66,6 +66,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Two steps, one evaluation, one save: does all of it work?")
     ] = False,
+    record_start: Annotated[bool, typer.Option("--record-start", hidden=True, help="For `ftcli parity`.")] = False,
 ) -> None:
     """Train a recipe; with a profile, on several processes."""
     from . import launcher
@@ -82,6 +83,7 @@ def train(
         overrides=set_ or (),
         output=output,
         dry_run=dry_run,
+        record_start=record_start,
         launch_arguments=_for_accelerate(accelerate_arguments),
     )
     if not launcher.is_launched():
@@ -103,6 +105,48 @@ def check(
 
     report = planning.check(recipe, profile, num_processes=num_processes, cpu=cpu, overrides=set_ or ())
     print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+
+
+@app.command()
+def parity(
+    recipe: RecipeArgument,
+    profiles: Annotated[
+        str, typer.Option("--profiles", metavar="P,P,...", help="Names or files; the first is the reference.")
+    ] = "single,ddp,fsdp,zero3",
+    num_processes: ProcessesOption = None,
+    micro_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--micro-sizes",
+            metavar="M,M,...",
+            help="Each with every profile. Default: the recipe's, and a smaller one on the first profile.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="K", min=1, help="Length of each run. Default: the recipe's.")
+    ] = None,
+    cpu: CpuOption = False,
+    set_: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="New folder. Default: runs/<recipe's name>-parity.")
+    ] = None,
+) -> None:
+    """Show that profiles give the same curve."""
+    from . import parity as module
+
+    report = module.compare_profiles(
+        recipe,
+        profiles.split(","),
+        num_processes=num_processes,
+        micro_sizes=_numbers(micro_sizes),
+        steps=steps,
+        cpu=cpu,
+        overrides=set_ or (),
+        output=output,
+    )
+    print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+    raise typer.Exit(report.exit_code)
 
 
 @app.command()
@@ -220,6 +264,14 @@ def _for_accelerate(arguments: list[str] | None) -> list[str]:
     if arguments and not arguments[0].startswith("-"):
         raise typer.BadParameter(f"unexpected argument '{arguments[0]}'; those for accelerate start with a dash")
     return arguments or []
+
+
+def _numbers(text: str | None) -> list[int]:
+    """Return the whole numbers of a list with commas; none of nothing."""
+    words = [] if text is None else text.split(",")
+    if wrong := [word for word in words if not word.strip().isdigit() or int(word) < 1]:
+        raise typer.BadParameter(f"'{wrong[0]}' is not a whole number of 1 or more")
+    return [int(word) for word in words]
 
 
 def _print_result(result: Any) -> None:

@@ -70,13 +70,14 @@ def train(
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     dry_run: bool = False,
+    record_start: bool = False,
     launch_arguments: Sequence[str] = (),
 ) -> RunFolder:
     """Train a recipe and return its run folder, whose `status()` says whether it is done or was stopped.
 
     Without a profile, and inside a launched worker, it trains in this process; with one it starts one
     subprocess. `num_processes` counts all processes of all machines. Raises `InputError` for what the user
-    can mend and `LaunchError` when launched processes fail.
+    can mend and `LaunchError` when launched processes fail. `record_start` is what `parity` asks of its runs.
     """
     from .planning import check_inputs, check_trackers, derive_plan
     from .profiles import check_pair
@@ -96,7 +97,7 @@ def train(
             _check_without_profile(num_processes, num_machines, launch_arguments)
             derive_plan(loaded, 1)
             check_inputs(loaded)
-        work(loaded, chosen, output=folder.path, cpu=cpu, dry_run=dry_run)
+        work(loaded, chosen, output=folder.path, cpu=cpu, dry_run=dry_run, record_start=record_start)
         return folder
     machines = Machines.of(chosen, num_machines, machine_rank, main_process_ip, main_process_port)
     world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines.count)
@@ -110,6 +111,7 @@ def train(
         folder.claim()
     worker = ["train", _file_for_workers(recipe, folder), *(f"--set={override}" for override in overrides)]
     worker += ["--output", str(folder.path)] + ["--cpu"] * cpu + ["--dry-run"] * dry_run
+    worker += ["--record-start"] * record_start
     launch(
         worker,
         profile=chosen,

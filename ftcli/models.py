@@ -145,12 +145,28 @@ def _without_dropout(section: Model, kwargs: dict[str, Any]) -> Any:
     names = ("id2label", "label2id", "num_labels", "attn_implementation")
     given = {name: kwargs.pop(name) for name in names if name in kwargs}
     config = load_from_hub(AutoConfig, section, **given)
-    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
-        for key, value in list(vars(part).items()):
-            is_probability = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_probability and ("dropout" in key or "_pdrop" in key or "drop_path" in key):
-                setattr(part, key, section.dropout)
+    for part, key in _dropouts(config):
+        setattr(part, key, section.dropout)
     return config
+
+
+def largest_dropout(model: Any) -> float:
+    """Return the largest dropout probability in a model's configuration; 0 without one."""
+    config = getattr(model, "config", None)
+    return 0.0 if config is None else max((float(getattr(part, key)) for part, key in _dropouts(config)), default=0.0)
+
+
+def _dropouts(config: Any) -> list[tuple[Any, str]]:
+    """Return (part of the configuration, name) of every dropout probability."""
+    parts = (config, *(value for value in vars(config).values() if hasattr(value, "to_dict")))
+    return [
+        (part, key)
+        for part in parts
+        for key, value in vars(part).items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and ("dropout" in key or "_pdrop" in key or "drop_path" in key)
+    ]
 
 
 def freeze_batch_norm(model: nn.Module) -> None:

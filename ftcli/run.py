@@ -7,6 +7,7 @@ Everything that trains starts here: the command line's worker, a bare `accelerat
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from .faults import StopRequest, ignore_signals_in_workers, record_failure, watc
 from .planning import Plan, derive_plan
 from .recipe import Recipe
 from .recipe_file import dump_recipe, load_recipe
-from .run_folder import DRY_RUN, RunFolder, describe_environment
+from .run_folder import DRY_RUN, START, RunFolder, describe_environment
 from .sampling import PADDING, EvalOrder, Key, TrainOrder, seed_of
 
 if TYPE_CHECKING:
@@ -234,8 +235,12 @@ def work(
     output: Path,
     cpu: bool = False,
     dry_run: bool = False,
+    record_start: bool = False,
 ) -> None:
-    """Train as one process of a run, from claimed folder to final weights: what every form of launch ends in."""
+    """Train as one process of a run, from claimed folder to final weights: what every form of launch ends in.
+
+    With `record_start` start.json holds a digest of every trained weight as it was before the first step.
+    """
     from .loop import train
 
     folder = RunFolder(output)
@@ -256,9 +261,25 @@ def work(
         if run.hardware.ranks.is_main:
             device = str(run.hardware.accelerator.device)
             folder.write_json("environment.json", describe_environment(device, run.plan.processes))
+        if record_start:
+            _record_start(run, folder)
         with StopRequest.listening(folder) as run.stop:
             train(run)
         run.hardware.close()
+
+
+def _record_start(run: Run, folder: RunFolder) -> None:
+    """Write start.json; a collective, one weight is whole at a time."""
+    from .models import largest_dropout
+
+    weights = {
+        name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+        for name, value in run.hardware.parameters(run.model, trained_only=True)
+        if value is not None  # not on the main process
+    }
+    dropout = max(largest_dropout(run.hardware.unwrap(run.model)), run.recipe.adapter.lora_dropout)
+    if run.hardware.ranks.is_main:
+        folder.write_json(START, {"weights": weights, "dropout": dropout})
 
 
 def evaluate_run(path: str | Path, profile: Profile | None = None, *, cpu: bool = False) -> dict[str, float]:

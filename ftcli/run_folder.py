@@ -20,6 +20,7 @@ from typing import Any
 from .errors import InputError
 
 OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "final")  # a folder that holds one of these is somebody's
+START = "start.json"  # written on request: what a run was before its first step
 DRY_RUN = "dry-run"  # the file that says a folder may be thrown away
 PACKAGES = ("ftcli", "torch", "accelerate", "transformers", "peft", "datasets", "deepspeed", "safetensors", "numpy")
 
@@ -99,6 +100,11 @@ class RunFolder:
         """Return status.json, or an empty dict before the run wrote any."""
         path = self.path / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
+
+    def start(self) -> dict[str, Any]:
+        """Return what a run was asked to record before its first step; `parity` asks for it."""
+        found: dict[str, Any] = json.loads((self.path / START).read_text(encoding="utf-8"))
+        return found
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one row to metrics.jsonl."""

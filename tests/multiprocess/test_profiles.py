@@ -12,7 +12,7 @@ from ftcli.testing import run_on_cpu
 
 from .cells import CELLS, STEPS, cell, train_cells, write_inputs
 
-WANTED = {"ddp": "MULTI_CPU", "fsdp": "FSDP", "zero3": "DEEPSPEED"}
+WANTED = {"ddp": "MULTI_CPU", "fsdp": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def single(inputs: Path) -> dict[str, Any]:
     return run_on_cpu(train_cells, inputs, list(CELLS), processes=1, profile="single")[0]
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp", "zero3"])
+@pytest.fixture(scope="module", params=list(WANTED))
 def profile(request: pytest.FixtureRequest, inputs: Path) -> tuple[str, list[dict[str, Any]]]:
     return request.param, run_on_cpu(train_cells, inputs, list(CELLS), processes=2, profile=request.param)
 

@@ -17,6 +17,7 @@ COMMANDS = [
     "init",
     "train",
     "check",
+    "parity",
     "fetch",
     "evaluate",
     "export",
@@ -57,7 +58,16 @@ def test_every_command_has_help_for_every_option(command: str) -> None:
     assert options and not [line for line in options if line.strip().startswith("--") and len(line.split()) < 3]
 
 
-@pytest.mark.parametrize("arguments", [("trian",), ("train",), ("train", "r.yaml", "--no-such-option"), ("show",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("trian",),
+        ("train",),
+        ("train", "r.yaml", "--no-such-option"),
+        ("show",),
+        ("parity", "r.yaml", "--micro-sizes", "2,x"),
+    ],
+)
 def test_a_wrong_command_line_exits_with_2_and_writes_to_stderr(arguments: tuple[str, ...]) -> None:
     result = run_ftcli(*arguments)
     assert result.returncode == 2

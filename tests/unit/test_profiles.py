@@ -30,7 +30,7 @@ from ftcli.profiles import (
 from ftcli.recipe import Batch, Data, Model, Optimizer, Recipe, Source, Train
 from ftcli.shipped import shipped_folder
 
-NAMES = ["ddp", "fsdp", "single", "zero3"]
+NAMES = ["ddp", "fsdp", "single", "zero2", "zero3"]
 GOOD = {
     "DDP": "distributed_type: MULTI_GPU\n",
     "FSDP": "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n",
@@ -74,6 +74,7 @@ def test_the_shipped_profiles_are_the_design_s_and_fix_neither_processes_nor_pre
         "single": "NO",
         "ddp": "MULTI_GPU",
         "fsdp": "FSDP",
+        "zero2": "DEEPSPEED",
         "zero3": "DEEPSPEED",
     }
     for profile in profiles.values():

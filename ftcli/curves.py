@@ -1,0 +1,81 @@
+"""The curves of several runs on top of each other, and their differences below, as one picture.
+
+Knows rows of numbers and labels. Matplotlib is optional: it comes with the extra `notebook`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .comparison import relative
+
+if TYPE_CHECKING:
+    from .comparison import Curve, Tolerance
+
+STYLES = ("-", "--", "-.", ":")
+MARKS = "osv^Dx+*"
+FLOOR = 1e-9  # identical values stand here: a logarithm has no place for 0
+
+
+def draw_curves(curves: Sequence[Curve], tolerance: Tolerance, path: Path) -> str:
+    """Draw loss and gradient norm of all curves into the PNG `path`; return what became of it, in words.
+
+    The first curve is the reference: a broad grey line, with the others on it and, below, their relative distance.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return "none: matplotlib is not installed (pip install 'ftcli[notebook]')"
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True, squeeze=False)
+    names = (("loss", "loss per item", tolerance.loss), ("grad_norm", "gradient norm", tolerance.grad_norm))
+    for column, (name, title, most) in enumerate(names):
+        _draw_values(axes[0][column], curves, name, title)
+        _draw_differences(axes[1][column], curves, name, most)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
+    FigureCanvasAgg(figure).print_png(str(path))
+    return str(path)
+
+
+def _draw_values(axis: Any, curves: Sequence[Curve], name: str, title: str) -> None:
+    for index, curve in enumerate(curves):
+        steps, values = [row["step"] for row in curve.training], [row[name] for row in curve.training]
+        if index == 0:
+            axis.plot(steps, values, color="0.75", linewidth=7, label=f"{curve.label} (reference)")
+        else:
+            axis.plot(steps, values, linewidth=1.2, label=curve.label, **_style(index))
+    axis.set_title(title)
+    axis.grid(alpha=0.3)
+
+
+def _draw_differences(axis: Any, curves: Sequence[Curve], name: str, most: float) -> None:
+    wanted = {row["step"]: row for row in curves[0].training}
+    for index, curve in enumerate(curves[1:], start=1):
+        pairs = [(row, wanted[row["step"]]) for row in curve.training if row["step"] in wanted]
+        differences = [max(relative(a, b, name), FLOOR) for a, b in pairs]
+        axis.plot([row["step"] for row, _ in pairs], differences, linewidth=1.2, **_style(index))
+    axis.axhline(most, color="black", linewidth=1)
+    axis.annotate(
+        f"tolerance {most:g}", (0.01, most), xycoords=("axes fraction", "data"), va="bottom", fontsize="small"
+    )
+    axis.set_yscale("log")
+    axis.set_ylim(bottom=FLOOR / 2)
+    axis.set_title(f"distance from the reference, relative (at {FLOOR:g}: identical)", fontsize="small")
+    axis.set_xlabel("step")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+
+
+def _style(index: int) -> dict[str, Any]:
+    """Return a line that can be told from the others without colour too."""
+    return {
+        "linestyle": STYLES[index % len(STYLES)],
+        "marker": MARKS[index % len(MARKS)],
+        "markersize": 4,
+        "color": f"C{index % 10}",
+    }

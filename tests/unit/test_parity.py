@@ -1,0 +1,245 @@
+"""What `ftcli parity` concludes from runs: exact sentences, tolerances by precision, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ftcli import parity
+from ftcli.comparison import TOLERANCES, Curve, compare
+from ftcli.errors import InputError
+from ftcli.profiles import load_profile
+from ftcli.recipe import Recipe
+from ftcli.recipe_file import dump_recipe
+from ftcli.run_folder import RunFolder
+
+STEPS = 4
+LOSSES = [2.5, 2.4, 2.29, 2.2]
+
+
+def a_run(folder: Path, label: str = "ddp x2, micro 2", changes: dict[int, Any] | None = None, **more: Any) -> Curve:
+    """Write a run folder by hand; `changes` maps a step to what its row says otherwise."""
+    run = RunFolder(folder)
+    for step, loss in enumerate(LOSSES, start=1):
+        row = {"step": step, "loss": loss, "grad_norm": 1.5, "learning_rate": 0.1, "items": 12, "samples": 7}
+        run.write_text("status.json", "{}")
+        run.append_metrics(row | (changes or {}).get(step, {}))
+        if step == STEPS:
+            run.append_metrics({"step": step, "eval/loss": more.get("evaluation", 2.0)})
+    start = {"weights": {"a": "0" * 64, "b": more.get("digest", "1" * 64)}, "dropout": more.get("dropout", 0.0)}
+    run.write_json("start.json", start)
+    run.final.mkdir()
+    save_file({"a": np.full(4, more.get("weight", 1.0), "float32")}, run.final / "model.safetensors")
+    return Curve.of(label, run)
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Curve:
+    return a_run(tmp_path / "single", "single x1, micro 2")
+
+
+def sentence(found: Curve, wanted: Curve, precision: str = "fp32", *, is_held: bool = True) -> str:
+    departure = compare(found, wanted, TOLERANCES[precision], is_held=is_held).departure
+    return "" if departure is None else str(departure)
+
+
+def test_equal_runs_have_no_distance(tmp_path: Path, single: Curve) -> None:
+    found = compare(a_run(tmp_path / "ddp"), single, TOLERANCES["fp32"])
+    assert (found.loss, found.drift, found.grad_norm, found.weights, found.evaluation) == (0, 0, 0, 0, 0)
+    assert found.learning_rates and found.samples and found.items and found.start and found.departure is None
+
+
+def test_distances_are_relative_and_the_drift_is_signed(tmp_path: Path, single: Curve) -> None:
+    found = compare(a_run(tmp_path / "ddp", changes={1: {"loss": 2.0}, 4: {"loss": 2.31}}), single, TOLERANCES["fp32"])
+    assert found.loss == pytest.approx(0.2)
+    assert found.drift == pytest.approx((-0.2 + 0.05) / 4)
+
+
+# What differs -> the sentence that names it.
+SENTENCES: list[tuple[dict[str, Any], str]] = [
+    ({"changes": {3: {"loss": 2.31}}}, "loss leaves the tolerance at step 3: 2.31 against 2.29 (8.7e-03 > 1e-05)"),
+    (
+        {"changes": {2: {"grad_norm": 1.53}}},
+        "gradient norm leaves the tolerance at step 2: 1.53 against 1.5 (2.0e-02 > 0.0001)",
+    ),
+    ({"changes": {2: {"learning_rate": 0.2}}}, "learning rate differs at step 2: 0.2 against 0.1"),
+    ({"changes": {2: {"items": 11, "loss": 9.0}}}, "number of items differs at step 2: 11 against 12"),
+    ({"changes": {4: {"samples": 8}}}, "digest of the rows differs at step 4: 8 against 7"),
+    ({"changes": {1: {"loss": float("nan")}}}, "loss leaves the tolerance at step 1: nan against 2.5 (nan > 1e-05)"),
+    ({"evaluation": 2.1}, "evaluation loss leaves the tolerance at step 4: 2.1 against 2 (5.0e-02 > 1e-05)"),
+    ({"digest": "f" * 64, "weight": 9.0}, "initial weight b differs: ffffffffffff against 111111111111"),
+    ({"weight": 1.2}, "distance of the final weights leaves the tolerance (5.0e-01 > 0.05)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "wanted"), SENTENCES, ids=[text.split(":")[0] for _, text in SENTENCES])
+def test_the_first_departure_is_named(changes: dict[str, Any], wanted: str, tmp_path: Path, single: Curve) -> None:
+    assert sentence(a_run(tmp_path / "ddp", **changes), single) == f"ddp x2, micro 2: {wanted}"
+
+
+def test_the_earliest_step_is_named_whatever_the_quantity(tmp_path: Path, single: Curve) -> None:
+    later = a_run(tmp_path / "ddp", changes={4: {"items": 1}, 2: {"grad_norm": 9.0}, 3: {"loss": 9.0}})
+    assert "gradient norm leaves the tolerance at step 2" in sentence(later, single)
+
+
+def test_bf16_rounds_more_than_fp32(tmp_path: Path, single: Curve) -> None:
+    found = a_run(tmp_path / "ddp", changes={3: {"loss": 2.29 * 1.003, "grad_norm": 1.5 * 1.02}})
+    assert sentence(found, single, "bf16") == ""
+    assert "loss leaves the tolerance at step 3" in sentence(found, single, "fp32")
+
+
+def test_a_run_that_is_shorter_or_has_other_weights_differs(tmp_path: Path, single: Curve) -> None:
+    found = a_run(tmp_path / "ddp")
+    short = Curve(found.label, found.rows[:2], found.start, found.final)
+    assert sentence(short, single) == "ddp x2, micro 2: number of steps differs: 2 against 4"
+    save_file({"other": np.ones(4, "float32")}, found.final / "model.safetensors")
+    assert sentence(found, single) == "ddp x2, micro 2: list of final weights differs"
+
+
+def test_what_is_not_held_still_holds_what_rounding_cannot_touch(tmp_path: Path, single: Curve) -> None:
+    free = {"loss": 9.0, "grad_norm": 9.0}
+    assert sentence(a_run(tmp_path / "a", changes={1: free}, weight=9.0), single, is_held=False) == ""
+    found = sentence(a_run(tmp_path / "b", changes={1: free | {"samples": 8}}), single, is_held=False)
+    assert found == "ddp x2, micro 2: digest of the rows differs at step 1: 8 against 7"
+
+
+# Which runs are made, and which of them are held to which
+
+
+def a_recipe(tmp_path: Path, **changes: Any) -> Recipe:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "b"}\n')
+    values: dict[str, Any] = {
+        "task": "text_classification",
+        "model": {"name": str(tmp_path / "model")},
+        "data": {"train": {"path": str(tmp_path / "rows.jsonl")}},
+        "batch": {"global_size": 12, "micro_size": 4},
+        "train": {"max_steps": STEPS},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return Recipe.model_validate(values | changes)
+
+
+def labels(tmp_path: Path, profiles: list[str], processes: int | None, sizes: list[int]) -> list[str]:
+    planned = parity.combinations(a_recipe(tmp_path), profiles, processes, sizes, cpu=True)
+    return [combination.label for combination in planned]
+
+
+def test_every_profile_runs_at_every_micro_size(tmp_path: Path) -> None:
+    assert labels(tmp_path, ["single", "ddp"], 3, [4, 1]) == [
+        "single x1, micro 4",
+        "single x1, micro 1",
+        "ddp x3, micro 4",
+        "ddp x3, micro 1",
+    ]
+
+
+def test_without_micro_sizes_the_first_profile_runs_at_a_smaller_one_too(tmp_path: Path) -> None:
+    assert labels(tmp_path, ["single", "ddp"], 2, []) == [
+        "single x1, micro 4",
+        "ddp x2, micro 4",
+        "single x1, micro 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("profiles", "processes", "sizes", "told"),
+    [
+        (["single"], None, [4], "one run cannot be compared"),
+        (["ddp", "ddp"], 2, [], "ddp-x2-micro-4 would run twice"),
+        (["single", "ddp"], 5, [], "batch.global_size 12 cannot be shared out over 5 processes"),
+        (["single", "dpd"], 2, [], "no profile 'dpd'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_runs(
+    profiles: list[str], processes: int | None, sizes: list[int], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=told):
+        labels(tmp_path, profiles, processes, sizes)
+
+
+def test_a_micro_size_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(dump_recipe(a_recipe(tmp_path)))
+    with pytest.raises(InputError, match="--micro-sizes and --set batch.micro_size= exclude each other"):
+        parity.compare_profiles("my.yaml", ["single"], micro_sizes=[2], overrides=["batch.micro_size=3"])
+    assert not Path("runs").exists()
+
+
+def test_a_launched_process_launches_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCLI_LAUNCHED", "0")
+    with pytest.raises(InputError, match="parity launches its own processes"):
+        parity.compare_profiles("my.yaml", ["single"])
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "report.txt").write_text("mine")
+    with pytest.raises(InputError, match="already holds something"):
+        parity._claim(tmp_path)
+    parity._claim(tmp_path / "new" / "one")
+    assert (tmp_path / "new" / "one").is_dir()
+
+
+def judged(tmp_path: Path, recipe: Recipe, runs: list[tuple[str, int, int, float]], dropout: float) -> parity.Parity:
+    """Judge runs written by hand: (profile, processes, micro size, loss of the second step)."""
+    planned = [parity.Combination(load_profile(name), world, size, size) for name, world, size, _ in runs]
+    curves = [
+        a_run(tmp_path / one.folder, one.label, {2: {"loss": loss}}, dropout=dropout)
+        for one, (*_, loss) in zip(planned, runs, strict=True)
+    ]
+    return parity._judge("my.yaml", recipe, planned, curves, tmp_path)
+
+
+RUNS = [("single", 1, 2, 2.4), ("ddp", 2, 2, 2.5), ("fsdp", 2, 2, 2.5), ("fsdp", 2, 1, 2.6)]
+
+
+def test_without_dropout_every_run_is_held_to_the_first(tmp_path: Path) -> None:
+    found = judged(tmp_path, a_recipe(tmp_path), RUNS, dropout=0.0)
+    assert [(one.against, one.is_held) for one in found.comparisons] == [("single x1, micro 2", True)] * 3
+    assert found.exit_code == 1 and found.notes == []
+
+
+@pytest.mark.parametrize("recipe", [{}, {"model": {"name": "", "batch_norm": "train"}}])
+def test_where_exactness_is_impossible_only_equal_worlds_are_held(recipe: dict[str, Any], tmp_path: Path) -> None:
+    if recipe:
+        recipe["model"]["name"] = str(tmp_path / "model")
+    found = judged(tmp_path, a_recipe(tmp_path, **recipe), RUNS, dropout=0.0 if recipe else 0.1)
+    assert [(one.label, one.against, one.is_held) for one in found.comparisons] == [
+        ("ddp x2, micro 2", "single x1, micro 2", False),
+        ("fsdp x2, micro 2", "ddp x2, micro 2", True),
+        ("fsdp x2, micro 1", "single x1, micro 2", False),
+    ]
+    assert found.exit_code == 0
+    assert "held only between runs with equal processes and micro-batches" in found.notes[0]
+    assert "fsdp x2, micro 2 is compared with ddp x2, micro 2" in found.notes
+    assert sum(line.endswith("  not held") for line in found.lines()) == 2
+    assert "the curve stays where it can; 2 of 3 not held" in found.lines()
+
+
+def test_the_report_prints_one_table_the_tolerances_and_the_verdict(tmp_path: Path) -> None:
+    found = judged(tmp_path, a_recipe(tmp_path), RUNS[:2], dropout=0.0)
+    lines = found.lines()
+    assert lines[0] == "my.yaml: 4 steps in fp32; the reference is single x1, micro 2"
+    assert "loss and evaluation 1e-05, gradient norm 0.0001, relative" in lines[1]
+    assert lines[4].split()[:3] == ["combination", "loss", "drift"]
+    assert lines[6] == (
+        "ddp x2, micro 2     4.2e-02    +1.0e-02  0.0e+00        same   same  same   same     0.0e+00  0.0e+00     no"
+    )
+    assert "ddp x2, micro 2: loss leaves the tolerance at step 2: 2.5 against 2.4 (4.2e-02 > 1e-05)" in lines
+    assert "1 of 1 leave the curve" in lines
+    assert "\x1b" not in "\n".join(lines)
+    assert json.loads(json.dumps(found.as_dict()))["comparisons"][0]["departure"]["step"] == 2
+
+
+def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = judged(tmp_path, a_recipe(tmp_path), RUNS[:2], dropout=0.0)
+    assert found.lines()[-1] == "curves: none: matplotlib is not installed (pip install 'ftcli[notebook]')"

@@ -27,7 +27,7 @@ def single(inputs: Path) -> dict[str, Any]:
     return run_on_cpu(train_cells, inputs, list(CELLS), processes=1, profile="single")[0]
 
 
-@pytest.fixture(scope="module", params=list(WANTED))
+@pytest.fixture(scope="module", params=["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def profile(request: pytest.FixtureRequest, inputs: Path) -> tuple[str, list[dict[str, Any]]]:
     return request.param, run_on_cpu(train_cells, inputs, list(CELLS), processes=2, profile=request.param)
 

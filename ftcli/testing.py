@@ -183,23 +183,23 @@ def run_on_processes(function: Callable[..., Any], *args: Any, processes: int = 
     if profile == "single":
         shared = {"OMP_NUM_THREADS": "1"}
     results: Any = context.Queue()
-    children = [
-        context.Process(target=_on_rank, args=(rank, shared, function, args, results), daemon=True)
-        for rank in range(processes)
+    children = [  # not daemons: those may not start loader processes of their own
+        context.Process(target=_on_rank, args=(rank, shared, function, args, results)) for rank in range(processes)
     ]
-    for child in children:
-        child.start()
     found: dict[int, Any] = {}
-    for _ in children:
-        rank, value, error = results.get(timeout=600)
-        if error is not None:
-            for child in children:
-                child.kill()
-            raise RuntimeError(f"rank {rank} failed:\n{error}")
-        found[rank] = value
-    for child in children:
-        child.join(timeout=60)
-        child.kill()
+    try:
+        for child in children:
+            child.start()
+        for _ in children:
+            rank, value, error = results.get(timeout=600)
+            if error is not None:
+                raise RuntimeError(f"rank {rank} failed:\n{error}")
+            found[rank] = value
+        for child in children:
+            child.join(timeout=60)
+    finally:
+        for child in children:
+            child.kill()
     return [found[rank] for rank in range(processes)]
 
 

@@ -14,6 +14,8 @@ import yaml
 
 from ..multiprocess.cells import write_inputs
 
+pytestmark = pytest.mark.slow  # several launches of two profiles
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE: dict[str, Any] = {
     "task": "text_classification",

@@ -59,6 +59,7 @@ def assert_same(wanted: list[dict[str, Any]], found: list[dict[str, Any]]) -> No
             assert b.get(key) == (pytest.approx(a[key], rel=2e-4) if key in a else None)
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_far_beyond_the_majority_class(tmp_path: Path) -> None:
     fetch("smoke/image_classification")
     run = train("image_classification", "single", tmp_path / "run", ["train.max_steps=60"])

@@ -113,7 +113,14 @@ def parity(
     profiles: Annotated[
         str, typer.Option("--profiles", metavar="P,P,...", help="Names or files; the first is the reference.")
     ] = "single,ddp,fsdp,zero3",
-    num_processes: ProcessesOption = None,
+    num_processes: Annotated[
+        str | None,
+        typer.Option(
+            "--num-processes",
+            metavar="N,N,...",
+            help="Processes of every profile that is distributed; each with all of them. Default: all visible GPUs.",
+        ),
+    ] = None,
     micro_sizes: Annotated[
         str | None,
         typer.Option(
@@ -138,7 +145,7 @@ def parity(
     report = module.compare_profiles(
         recipe,
         profiles.split(","),
-        num_processes=num_processes,
+        num_processes=_numbers(num_processes),
         micro_sizes=_numbers(micro_sizes),
         steps=steps,
         cpu=cpu,

@@ -28,6 +28,8 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
     config["gradient_accumulation_steps"] = plan.accumulation
     config["train_batch_size"] = plan.global_size
     config["gradient_clipping"] = recipe.optimizer.max_grad_norm or 0.0  # 0: DeepSpeed does not clip
+    # An optimizer on the host stays ours: Accelerate would swap in DeepSpeed's, compiled at run time.
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
     if recipe.precision == "bf16":
         # Not bf16.enabled: that makes the float32 master weights out of rounded ones. No module may send its
         # weights or gradients in lower precision, so sums stay float32 as on every other backend.

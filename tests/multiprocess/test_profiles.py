@@ -126,8 +126,8 @@ def look_at_engine(folder: Path) -> dict[str, str]:
     inner = type(engine.optimizer.optimizer)
     return {
         "optimizer": f"{inner.__module__}.{inner.__qualname__}",
-        "optimizer on": str(engine.zero_offload_optimizer().device.value),
-        "weights on": str(engine.zero_offload_param().device.value),
+        "optimizer on": str(engine.zero_offload_optimizer().device),
+        "weights on": str(engine.zero_offload_param().device),
     }
 
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .errors import EXIT_DONE
+
 app = typer.Typer(
     name="ftcli",
     help="Fine-tune a model: a recipe says what is trained, a profile says on which hardware.",
@@ -88,7 +90,8 @@ def train(
     )
     if not launcher.is_launched():
         print(folder.path)
-        raise typer.Exit(folder.status()["exit_code"])  # a run that was stopped is not done: 1
+        # A run that was stopped is not done: 1. Without a shared disk, status.json is on the first machine only.
+        raise typer.Exit(folder.status().get("exit_code", EXIT_DONE))
 
 
 @app.command()

@@ -1,29 +1,31 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
-A backend is a module with `options`, `configure`, `fit`, `unwrap`, `clip`, `settle` and
+A backend is a module with `options`, `configure`, `reads_once`, `fit`, `handing_out`, `unwrap`, `clip`, `settle` and
 `full_parameter`; `build` picks it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import ddp, deepspeed, fsdp, precision, rehearsal
+from . import ddp, deepspeed, fsdp, loading, precision, rehearsal
 from .ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from ..planning import Plan
     from ..recipe import Recipe
 
+T = TypeVar("T")
 BACKENDS: dict[str, ModuleType] = {
     "NO": ddp,
     "MULTI_GPU": ddp,
@@ -44,8 +46,17 @@ class Hardware:
 
     def fit(self, model: nn.Module) -> nn.Module:
         """Return the model as the backend needs it before `prepare`, on the device where the backend wants that."""
+        if reads_once():
+            loading.agree(model)
         model = self.backend.fit(self.accelerator, model)
         return model
+
+    def handing_out(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return the block for `prepare`: after it every rank has its part of weights that one rank read for all."""
+        if not reads_once():
+            return nullcontext()
+        block: AbstractContextManager[None] = self.backend.handing_out(self.accelerator, model, optimizer)
+        return block
 
     def clip(self, model: nn.Module, max_norm: float | None) -> Tensor:
         """Clip gradients to a global 2-norm and return the norm before clipping, a float32 scalar on the device."""
@@ -91,8 +102,7 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
     rehearsal.forget_former_runs()
     if cpu or not rehearsal.has_accelerator():
         rehearsal.start_on_cpu()
-    backend = deepspeed if _asks("DEEPSPEED") else fsdp if _asks("FSDP") else ddp
-    options: dict[str, Any] = backend.options(recipe)
+    options: dict[str, Any] = _asked().options(recipe)
     accelerator = Accelerator(
         device_placement=False,  # a whole window of batches must not sit on the device
         dataloader_config=DataLoaderConfiguration(even_batches=False, dispatch_batches=False),
@@ -126,9 +136,23 @@ def whole(parameters: list[nn.Parameter]) -> Iterator[None]:
         yield
 
 
-def loaded_whole() -> AbstractContextManager[None]:
-    """Return a block in which transformers loads every weight whole, also where it would load it in pieces."""
-    return deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext()
+def read_once(read: Callable[[], tuple[nn.Module, T]], build: Callable[[], nn.Module]) -> tuple[nn.Module, T]:
+    """Return what `read` returns, a model with its weights and what was found; a collective.
+
+    Where the profile lets one rank read for all, the others get the model of `build`, which has no values before
+    `prepare`. transformers never loads in pieces here.
+    """
+    with deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext():
+        return loading.read_for_all(read, build) if reads_once() else read()
+
+
+def reads_once() -> bool:
+    """Say whether one rank reads weights for all: the profile asks for it, and there are others."""
+    return loading.several_ranks() and bool(_asked().reads_once())
+
+
+def _asked() -> ModuleType:
+    return deepspeed if _asks("DEEPSPEED") else fsdp if _asks("FSDP") else ddp
 
 
 def _asks(name: str) -> bool:

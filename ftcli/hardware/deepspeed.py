@@ -54,7 +54,7 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
     """Give every rank its pieces of the reader's weights before the block, one whole parameter at a time."""
     from deepspeed.runtime.zero import Init
 
-    files = loading.MappedFiles()
+    memory = loading.HostMemory()
 
     class OneAtATime(torch.nn.Module):
         def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -64,7 +64,7 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
                     loading.replace(parameter, torch.empty_like(parameter, device=accelerator.device))
                 value = parameter.detach()
                 yield parameter
-                files.release(value)
+                memory.release(value)
                 del value
 
     Init(module=OneAtATime(), config_dict_or_path=accelerator.state.deepspeed_plugin.dschf.config)

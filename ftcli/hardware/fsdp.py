@@ -77,13 +77,13 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
     parameters: dict[str, Any] = dict(model.named_parameters())
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in members]
-    files, device = loading.MappedFiles(), accelerator.device
+    memory, device = loading.HostMemory(), accelerator.device
     offloads = bool(accelerator.state.fsdp_plugin.cpu_offload)
     for name, parameter in parameters.items():
         value = values.pop(name) if loading.is_reader() else torch.empty(parameter.shape, device=device)
         shard = distribute_tensor(value.to(device, parameter.dtype), parameter.device_mesh, parameter.placements)
         loading.replace(parameter, shard.cpu() if offloads else shard)
-        files.release(value)
+        memory.release(value)
     model._apply(lambda tensor: tensor)  # fully_shard looks at its parameters again
     loading.share_buffers(model, accelerator.device)
 

@@ -122,26 +122,30 @@ def replace(parameter: nn.Parameter, value: Tensor) -> Tensor:
     return fresh.detach()
 
 
-class MappedFiles:
-    """Memory of this process that is a mapped file: where safetensors' weights lie until they are looked at."""
+class HostMemory:
+    """Gives memory of this process back to the machine while weights are handed out; without Linux' calls, later."""
 
     def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
+        self._files: list[tuple[int, int]] = []  # addresses of mapped files: safetensors' weights lie in one
         maps = Path("/proc/self/maps")
         for line in maps.read_text().splitlines() if maps.exists() else ():
             addresses, permissions, _, _, inode, *_ = line.split()
             if inode != "0" and "x" not in permissions:
                 low, _, high = addresses.partition("-")
-                self._ranges.append((int(low, 16), int(high, 16)))
+                self._files.append((int(low, 16), int(high, 16)))
+        self._c = ctypes.CDLL(None)
 
     def release(self, value: Tensor) -> None:
-        """Drop the pages of a value that was handed out; else they stay until the file's last weight is let go.
+        """Give back the pages of a value that was handed out, and what was freed before it.
 
-        File pages only: dropping others would lose what is in them, should somebody still hold them.
+        A file's pages would else stay until its last weight is let go; other pages must, for somebody may still hold
+        them. The C library keeps freed memory for itself (seen: half as much as the shards).
         """
-        if value.device.type != "cpu" or not value.is_contiguous():
+        if value.device.type != "cpu" or value.numel() * value.element_size() < PAGESIZE:
             return
         low = -(-value.data_ptr() // PAGESIZE) * PAGESIZE
         high = (value.data_ptr() + value.numel() * value.element_size()) // PAGESIZE * PAGESIZE
-        if low < high and any(start <= low and high <= end for start, end in self._ranges):
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), MADV_DONTNEED)
+        if value.is_contiguous() and any(start <= low < high <= end for start, end in self._files):
+            self._c.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), MADV_DONTNEED)
+        if hasattr(self._c, "malloc_trim"):
+            self._c.malloc_trim(0)

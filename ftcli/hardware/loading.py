@@ -37,7 +37,7 @@ def is_reader() -> bool:
 
 
 def read_for_all(read: Callable[[], tuple[nn.Module, T]], build: Callable[[], nn.Module]) -> tuple[nn.Module, T]:
-    """Return what `read` returns on the reader; elsewhere the model of `build` without values, and what the reader found.
+    """Return what `read` returns on the reader; elsewhere `build`'s model, without values, and what the reader found.
 
     A collective. An `InputError` of the reader is raised on every rank.
     """

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from ftcli.recipe import Recipe
 from ftcli.testing import run_on_cpu
 
 from .cells import CELLS, cell, write_inputs

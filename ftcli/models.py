@@ -12,7 +12,6 @@ import re
 import sys
 import warnings
 import zlib
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,7 @@ def load_model(
     """
     import torch
 
-    from .hardware import loaded_as, loaded_whole
+    from .hardware import read_once
 
     section = recipe.model
     if weights is not None and (weights / "config.json").exists():
@@ -106,9 +105,12 @@ def load_model(
         kwargs["config"] = _without_dropout(section, kwargs)
     torch.manual_seed(recipe.seed)
     auto = getattr(importlib.import_module("transformers"), auto_class)
-    with loaded_as(dtype), loaded_whole() if new_head else nullcontext():
-        model, info = load_from_hub(auto, section, **kwargs)
-    new = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+
+    def read() -> tuple[Any, list[str]]:
+        loaded, info = load_from_hub(auto, section, **kwargs)
+        return loaded, sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+
+    model, new = read_once(read, lambda: _build_empty(auto, section, kwargs))
     heads = sorted({name.rpartition(".")[0] for name in new})
     _check_architecture(model, new, section.name, new_head=new_head)
     if auto_class == "AutoModelForCausalLM":
@@ -138,13 +140,23 @@ def _draw(model: Any, name: str, seed: int) -> None:
         model._init_weights(module)
 
 
-def _without_dropout(section: Model, kwargs: dict[str, Any]) -> Any:
-    """Return the model's configuration with every dropout probability set to the recipe's."""
+def _build_empty(auto: Any, section: Model, kwargs: dict[str, Any]) -> Any:
+    """Return the model that `auto.from_pretrained` would load, without reading its weights."""
+    config = kwargs.get("config") or _configuration(section, kwargs)
+    return auto.from_config(config, dtype=kwargs["dtype"], trust_remote_code=section.trust_remote_code)
+
+
+def _configuration(section: Model, kwargs: dict[str, Any]) -> Any:
+    """Return the model's configuration with what `kwargs` says of it, which is taken out of `kwargs`."""
     from transformers import AutoConfig
 
     names = ("id2label", "label2id", "num_labels", "attn_implementation")
-    given = {name: kwargs.pop(name) for name in names if name in kwargs}
-    config = load_from_hub(AutoConfig, section, **given)
+    return load_from_hub(AutoConfig, section, **{name: kwargs.pop(name) for name in names if name in kwargs})
+
+
+def _without_dropout(section: Model, kwargs: dict[str, Any]) -> Any:
+    """Return the model's configuration with every dropout probability set to the recipe's."""
+    config = _configuration(section, kwargs)
     for part, key in _dropouts(config):
         setattr(part, key, section.dropout)
     return config

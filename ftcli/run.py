@@ -131,7 +131,8 @@ def prepare(
     optimizer = build_optimizer(model, loaded.optimizer)
     train_loader, eval_loader = _loaders(loaded, plan, task, rows)
     loaders = [train_loader] if eval_loader is None else [train_loader, eval_loader]
-    model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
+    with hardware.handing_out(model, optimizer):
+        model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
     facts = [
         _describe(loaded, plan, rows),
         f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {world} processes",

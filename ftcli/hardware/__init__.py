@@ -1,29 +1,31 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
-A backend is a module with `options`, `configure`, `fit`, `unwrap`, `backward`, `clip`, `settle` and
-`full_parameter`; `build` picks it. Precision is the same on all of them: precision.py's.
+A backend is a module with `options`, `configure`, `reads_once`, `fit`, `handing_out`, `unwrap`, `backward`, `clip`,
+`settle` and `full_parameter`; `build` picks it. Precision is the same on all of them: precision.py's.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import ddp, deepspeed, fsdp, precision, rehearsal
+from . import ddp, deepspeed, fsdp, loading, precision, rehearsal
 from .ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from ..planning import Plan
     from ..recipe import Recipe
 
+T = TypeVar("T")
 BACKENDS: dict[str, ModuleType] = {
     "NO": ddp,
     "MULTI_GPU": ddp,
@@ -45,6 +47,8 @@ class Hardware:
 
     def fit(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         """Return the model as the backend needs it before `prepare`, computing in the recipe's precision."""
+        if reads_once():
+            loading.agree(model)
         model = self.backend.fit(self.accelerator, model)
         precision.compute_in(model, recipe, self.accelerator.device.type)
         return model
@@ -57,6 +61,13 @@ class Hardware:
     def _factor(self) -> float:
         """What a loss is multiplied by. Over the ranks: they are averaged later, and float16 must not see how many."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale / self.ranks.world
+
+    def handing_out(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Return the block for `prepare`: after it every rank has its part of weights that one rank read for all."""
+        if not reads_once():
+            return nullcontext()
+        block: AbstractContextManager[None] = self.backend.handing_out(self.accelerator, model, optimizer)
+        return block
 
     def clip(self, model: nn.Module, max_norm: float | None) -> Tensor:
         """Clip gradients to a global 2-norm and return the norm before clipping, a float32 scalar on the device.
@@ -111,8 +122,7 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
     rehearsal.forget_former_runs()
     if cpu or not rehearsal.has_accelerator():
         rehearsal.start_on_cpu()
-    backend = deepspeed if _asks("DEEPSPEED") else fsdp if _asks("FSDP") else ddp
-    options: dict[str, Any] = backend.options()
+    options: dict[str, Any] = _asked().options()
     accelerator = Accelerator(
         mixed_precision="no",  # precision.py's, whatever the launcher's environment says
         device_placement=False,  # a whole window of batches must not sit on the device
@@ -148,14 +158,23 @@ def whole(parameters: list[nn.Parameter]) -> Iterator[None]:
         yield
 
 
-def loaded_whole() -> AbstractContextManager[None]:
-    """Return a block in which transformers loads every weight whole, also where it would load it in pieces."""
-    return deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext()
+def read_once(read: Callable[[], tuple[nn.Module, T]], build: Callable[[], nn.Module]) -> tuple[nn.Module, T]:
+    """Return what `read` returns, a model with its weights and what was found; a collective.
+
+    Where the profile lets one rank read for all, the others get the model of `build`, which has no values before
+    `prepare`. transformers never loads in pieces here.
+    """
+    with deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext():
+        return loading.read_for_all(read, build) if reads_once() else read()
 
 
-def loaded_as(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Return a block in which transformers may load weights of this dtype in pieces, where it loads them so."""
-    return deepspeed.loaded_as(dtype) if _asks("DEEPSPEED") else nullcontext()
+def reads_once() -> bool:
+    """Say whether one rank reads weights for all: the profile asks for it, and there are others."""
+    return loading.several_ranks() and bool(_asked().reads_once())
+
+
+def _asked() -> ModuleType:
+    return deepspeed if _asks("DEEPSPEED") else fsdp if _asks("FSDP") else ddp
 
 
 def _asks(name: str) -> bool:

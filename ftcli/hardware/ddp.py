@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from ..planning import Plan
     from ..recipe import Recipe
@@ -31,6 +33,16 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
 def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Return the model on the device."""
     return model.to(accelerator.device)
+
+
+def reads_once() -> bool:
+    """Say no: every rank needs the whole model, and ranks of one machine share the pages of its file."""
+    return False
+
+
+def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Return a block in which nothing is handed out."""
+    return nullcontext()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import loading
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from ..planning import Plan
     from ..recipe import Recipe
@@ -37,6 +40,36 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
 def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Return the model as it is; DeepSpeed's engine moves it."""
     return model
+
+
+def reads_once() -> bool:
+    """Say whether the profile asks that one rank reads the weights for all: under ZeRO-3 only."""
+    from accelerate.state import AcceleratorState
+
+    return bool(AcceleratorState().deepspeed_plugin.zero3_init_flag)
+
+
+@contextmanager
+def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Give every rank its pieces of the reader's weights before the block, one whole parameter at a time."""
+    from deepspeed.runtime.zero import Init
+
+    memory = loading.HostMemory()
+
+    class OneAtATime(torch.nn.Module):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            """Yield parameters that DeepSpeed broadcasts and cuts before it asks for the next."""
+            for parameter in model.parameters():
+                if parameter.is_meta:
+                    loading.replace(parameter, torch.empty_like(parameter, device=accelerator.device))
+                value = parameter.detach()
+                yield parameter
+                memory.release(value)
+                del value
+
+    Init(module=OneAtATime(), config_dict_or_path=accelerator.state.deepspeed_plugin.dschf.config)
+    loading.share_buffers(model, accelerator.device)
+    yield
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -82,24 +115,8 @@ def gathered(parameters: list[nn.Parameter], *, modify: bool = True) -> Abstract
 
 
 @contextmanager
-def loaded_as(dtype: torch.dtype) -> Iterator[None]:
-    """Let ZeRO-3 make its pieces in `dtype`: it takes the dtype from this configuration, not from the caller."""
-    from accelerate.state import AcceleratorState
-
-    config = AcceleratorState().deepspeed_plugin.dschf.config
-    section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
-    if section is not None:
-        config[section] = {"enabled": True}
-    try:
-        yield
-    finally:
-        if section is not None:
-            del config[section]
-
-
-@contextmanager
 def loaded_whole() -> Iterator[None]:
-    """Hide ZeRO-3 from transformers: in pieces it cannot drop a head of another size (it raises instead)."""
+    """Hide ZeRO-3 from transformers: it would hold pieces beside the whole, and cannot drop a head of another size."""
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 

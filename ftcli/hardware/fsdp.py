@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from . import loading
 from .ddp import backward as backward  # the same
 from .ddp import unscale
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from ..planning import Plan
     from ..recipe import Recipe
@@ -25,6 +31,9 @@ def options() -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
+    # Ours instead (`handing_out`): Accelerate's holds the whole model beside the shards, cannot hand out persistent
+    # buffers, and mistakes one parameter without values for another when it gives the optimizer its shards.
+    plugin.cpu_ram_efficient_loading = False
     return {"fsdp_plugin": plugin, **_mesh()}
 
 
@@ -73,6 +82,39 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     if embeddings is None or _is_in_a_unit(accelerator, inner, embeddings):
         _answer_none_once(model)
     return model
+
+
+def reads_once() -> bool:
+    """Say whether the profile asks that one rank reads the weights for all."""
+    return os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
+
+
+@contextmanager
+def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Let the block shard a model without values, then give every rank its shards of the reader's weights.
+
+    One parameter is whole at a time, and the reader lets go of each that it handed out.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    values = {name: loading.replace(p, torch.empty_like(p, device="meta")) for name, p in model.named_parameters()}
+    if not loading.is_reader():
+        values.clear()
+    yield
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [parameters[name] for name in members]
+    memory, device = loading.HostMemory(), accelerator.device
+    offloads = bool(accelerator.state.fsdp_plugin.cpu_offload)
+    for name, parameter in parameters.items():
+        value = values.pop(name) if loading.is_reader() else torch.empty(parameter.shape, device=device)
+        shard = distribute_tensor(value.to(device, parameter.dtype), parameter.device_mesh, parameter.placements)
+        loading.replace(parameter, shard.cpu() if offloads else shard)
+        memory.release(value)
+    model._apply(lambda tensor: tensor)  # fully_shard looks at its parameters again
+    loading.share_buffers(model, accelerator.device)
 
 
 def _is_in_a_unit(accelerator: Accelerator, model: nn.Module, embeddings: nn.Module) -> bool:

@@ -1,0 +1,210 @@
+"""Weights are read once for all ranks and handed out: memory while loading, and what every rank then holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.testing import run_on_cpu
+
+from .cells import CELLS, cell, write_inputs
+
+HANDED_OUT = ["fsdp", "zero3"]
+# Memory of several processes in bytes, summed, with the moment it was looked at; a page that two share counts once.
+SAMPLER = """
+import sys, time
+paths = [f"/proc/{pid}/smaps_rollup" for pid in sys.argv[1:]]
+while True:
+    lines = [line for path in paths for line in open(path) if line.startswith("Pss:")]
+    print(time.monotonic(), 1024 * sum(int(line.split()[1]) for line in lines), flush=True)
+    time.sleep(0.005)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def save_large_causal(folder: Path, *, tied: bool) -> Path:
+    """Write a Llama of some 320 MB in float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ftcli.testing import tiny_tokenizer
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=24000 if tied else 12000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def load_and_watch(folder: Path, name: str) -> tuple[int, int]:
+    """Return the bytes that the memory of all ranks grew by at most while a model was loaded, and the looks taken.
+
+    Loading ends where every rank has its part: what DeepSpeed then makes of it (float32 masters, buffers for
+    gradients) is training's memory.
+    """
+    import deepspeed
+    import torch.distributed as dist
+
+    from ftcli.run import prepare
+
+    prepare(cell(folder, "sft-tied"), cpu=True)  # imports, and what libraries keep
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    command = [sys.executable, "-c", SAMPLER, *map(str, pids)]
+    sampler = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if dist.get_rank() == 0 else None
+    time.sleep(1)
+    dist.barrier()
+    began, ended, initialize = time.monotonic(), [], deepspeed.initialize
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        dist.barrier()
+        ended.append(time.monotonic())
+        return initialize(*args, **kwargs)
+
+    deepspeed.initialize = loaded
+    prepare(cell(folder, "sft-tied", model={"name": str(folder / name), "dropout": 0.0}), cpu=True)
+    dist.barrier()
+    ended.append(time.monotonic())
+    if sampler is None:
+        return 0, 0
+    sampler.kill()
+    looks = [line.split() for line in sampler.communicate()[0].splitlines()[:-1]]
+    sizes = [int(size) for moment, size in looks if began <= float(moment) <= ended[0]]
+    return max(sizes) - sizes[0], len(sizes)
+
+
+def look_inside(folder: Path) -> dict[str, Any]:
+    """Return what this rank holds of each small recipe's model after `prepare`."""
+    from ftcli.run import prepare
+
+    found = {}
+    for name in CELLS:
+        run = prepare(cell(folder, name), cpu=True)
+        model: Any = run.hardware.unwrap(run.model)
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        output = inner.get_output_embeddings() if name.startswith("sft") else None
+        trained = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+        found[name] = {
+            "tied": output is not None and output.weight is inner.get_input_embeddings().weight,
+            "buffers": {key: buffer.tolist() for key, buffer in model.named_buffers()},
+            "empty": [key for key, value in model.state_dict(keep_vars=True).items() if value.is_meta],
+            "optimized": trained == {id(p) for p in model.parameters() if p.requires_grad},
+            "dtypes": {key: str(parameter.dtype) for key, parameter in model.named_parameters()},
+        }
+    return found
+
+
+@pytest.fixture(scope="module", params=["ddp", *HANDED_OUT])
+def insides(request: pytest.FixtureRequest, inputs: Path) -> tuple[str, list[dict[str, Any]]]:
+    return request.param, run_on_cpu(look_inside, inputs, profile=request.param)
+
+
+def test_tied_weights_are_one_weight_after_prepare(insides: tuple[str, list[dict[str, Any]]]) -> None:
+    for rank in insides[1]:
+        assert {name: found["tied"] for name, found in rank.items() if name.startswith("sft")} == {
+            "sft-tied": True,
+            "sft-untied": False,
+            "sft-lora": True,
+        }
+
+
+def test_every_rank_holds_the_buffers_that_one_process_would(insides: tuple[str, list[dict[str, Any]]]) -> None:
+    for name, found in insides[1][0].items():
+        assert insides[1][1][name]["buffers"] == found["buffers"]
+    rotary = [value for key, value in insides[1][1]["sft-tied"]["buffers"].items() if key.endswith(".inv_freq")]
+    assert rotary == [pytest.approx([1.0, 0.1, 0.01, 0.001])]  # 10000 ** (-2 i / 8), heads of 8
+    statistics = insides[1][1]["mobilenet"]["buffers"]
+    assert any(key.endswith("running_var") for key in statistics)
+
+
+def test_nothing_stays_without_values_and_the_optimizer_holds_what_is_trained(
+    insides: tuple[str, list[dict[str, Any]]],
+) -> None:
+    for rank in insides[1]:
+        for name, found in rank.items():
+            assert found["empty"] == [], name
+            assert found["optimized"] or insides[0] == "zero3", name  # DeepSpeed's optimizer holds flat copies
+            assert found["dtypes"] == insides[1][0][name]["dtypes"]
+
+
+def evaluate_adapter(folder: Path, weights: Path) -> dict[str, float]:
+    """Return the metrics of a trained adapter on its model."""
+    from ftcli.loop import evaluate
+    from ftcli.run import prepare
+
+    return evaluate(prepare(cell(folder, "text-lora"), cpu=True, weights=weights))
+
+
+def train_adapter(folder: Path, output: Path) -> None:
+    from ftcli.loop import train
+    from ftcli.run import prepare
+
+    train(prepare(cell(folder, "text-lora"), output=output, cpu=True))
+
+
+@pytest.mark.parametrize("profile", HANDED_OUT)
+def test_a_trained_adapter_evaluates_as_on_one_process(profile: str, inputs: Path, tmp_path: Path) -> None:
+    run_on_cpu(train_adapter, inputs, tmp_path / "run", processes=1, profile="single")
+    final = tmp_path / "run" / "final"
+    wanted = run_on_cpu(evaluate_adapter, inputs, final, processes=1, profile="single")[0]
+    for found in run_on_cpu(evaluate_adapter, inputs, final, profile=profile):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def load_a_broken_file(folder: Path) -> str:
+    """Return what this rank says of weights that are cut off, which only the reader looks at."""
+    from ftcli.errors import InputError
+    from ftcli.run import prepare
+
+    with pytest.raises(InputError) as caught:
+        prepare(cell(folder, "sft-tied", model={"name": str(folder / "broken"), "dropout": 0.0}), cpu=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("profile", HANDED_OUT)
+def test_weights_that_cannot_be_read_are_told_on_every_rank(profile: str, inputs: Path) -> None:
+    shutil.copytree(inputs / "tied", inputs / "broken", dirs_exist_ok=True)
+    whole = (inputs / "tied" / "model.safetensors").read_bytes()
+    (inputs / "broken" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    first, second = run_on_cpu(load_a_broken_file, inputs, profile=profile)
+    assert first == second
+    assert "cannot load" in first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("name", ["large-tied", "large-untied"])
+@pytest.mark.parametrize("profile", HANDED_OUT)
+def test_loading_takes_less_than_one_and_a_half_times_the_weights_over_all_ranks(
+    profile: str, name: str, processes: int, inputs: Path
+) -> None:
+    if not (inputs / name).exists():
+        save_large_causal(inputs / name, tied=name == "large-tied")
+    size = (inputs / name / "model.safetensors").stat().st_size
+    most, looks = run_on_cpu(load_and_watch, inputs, name, processes=processes, profile=profile)[0]
+    print(f"{profile}, {processes} processes, {name}: {most / size:.2f} of {size / 1e6:.0f} MB, {looks} looks")
+    assert size > 300e6
+    assert looks > 5
+    assert 0.5 * size < most < 1.5 * size

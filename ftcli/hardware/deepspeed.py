@@ -106,7 +106,7 @@ def gathered(parameters: list[nn.Parameter], *, modify: bool = True) -> Abstract
 
 @contextmanager
 def loaded_whole() -> Iterator[None]:
-    """Hide ZeRO-3 from transformers: it would hold pieces beside the whole, and cannot drop a head that does not fit."""
+    """Hide ZeRO-3 from transformers: it holds pieces beside the whole and cannot drop a head of another size."""
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 

@@ -57,11 +57,9 @@ def _use_stock_bf16() -> None:
     """Hand precision back to the backends."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    import ftcli.hardware as hardware
-    import ftcli.models
     from ftcli.hardware import deepspeed, fsdp, precision
 
-    configure, options, loaded_as = deepspeed.configure, fsdp.options, hardware.loaded_as
+    configure, options = deepspeed.configure, fsdp.options
 
     def stock_configure(accelerator: Any, recipe: Any, plan: Any) -> None:
         configure(accelerator, recipe, plan)
@@ -74,7 +72,6 @@ def _use_stock_bf16() -> None:
         return found
 
     deepspeed.configure, fsdp.options = stock_configure, stock_options
-    ftcli.models.loaded_as = lambda dtype: loaded_as(torch.bfloat16)
     precision.compute_in = lambda model, recipe, device: None
     precision.check = lambda model, recipe: "left to the backend"
 

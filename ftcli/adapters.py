@@ -68,10 +68,8 @@ def _draw(name: str, parameter: nn.Parameter, seed: int) -> None:
     """
     import torch
 
-    from .hardware import full_shape, whole
-
     generator = torch.Generator().manual_seed(seed_of(seed, zlib.crc32(name.encode())))
-    values = torch.empty(full_shape(parameter))
+    values = torch.empty(parameter.shape)
     torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-    with torch.no_grad(), whole([parameter]):
+    with torch.no_grad():
         parameter.copy_(values)

@@ -125,16 +125,13 @@ def load_model(
 def _draw(model: Any, name: str, seed: int) -> None:
     """Draw a new module's weights as its model's authors do, from (seed, name) alone: equal on every hardware.
 
-    What transformers drew while loading depends on what was drawn before it, and on whether weights are in pieces.
+    What transformers drew while loading depends on what was drawn before it.
     """
     import torch
 
-    from .hardware import whole
-
     module = model.get_submodule(name)
-    parameters = list(module.parameters(recurse=False))
-    with torch.no_grad(), whole(parameters):
-        for parameter in parameters:
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
             parameter._is_hf_initialized = False  # transformers leaves alone what it believes to be drawn
         torch.manual_seed(seed_of(seed, zlib.crc32(name.encode())))
         model._init_weights(module)

@@ -148,16 +148,6 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     return shape
 
 
-@contextmanager
-def whole(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Let the block write to whole parameters, also where they are in pieces; rank 0's values then count."""
-    if any(hasattr(parameter, "ds_id") for parameter in parameters):
-        with deepspeed.gathered(parameters):
-            yield
-    else:
-        yield
-
-
 def read_once(read: Callable[[], tuple[nn.Module, T]], build: Callable[[], nn.Module]) -> tuple[nn.Module, T]:
     """Return what `read` returns, a model with its weights and what was found; a collective.
 

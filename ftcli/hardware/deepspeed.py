@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,9 +96,11 @@ def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, fac
 
 def full_parameter(parameter: nn.Parameter) -> Tensor:
     """Return the whole parameter, gathered over the ranks when ZeRO-3 has it in pieces."""
+    from deepspeed.runtime.zero import GatheredParameters
+
     if not hasattr(parameter, "ds_id"):
         return parameter.data
-    with gathered([parameter], modify=False):
+    with GatheredParameters([parameter]):
         return parameter.data.clone()
 
 
@@ -106,17 +108,9 @@ def settle(model: nn.Module) -> None:
     """Nothing to do before parameters are read."""
 
 
-def gathered(parameters: list[nn.Parameter], *, modify: bool = True) -> AbstractContextManager[None]:
-    """Return a block in which ZeRO-3 parameters are whole on every rank; `modify` keeps what rank 0 writes."""
-    from deepspeed.runtime.zero import GatheredParameters
-
-    block: AbstractContextManager[None] = GatheredParameters(parameters, modifier_rank=0 if modify else None)
-    return block
-
-
 @contextmanager
 def loaded_whole() -> Iterator[None]:
-    """Hide ZeRO-3 from transformers: it would hold pieces beside the whole, and cannot drop a head of another size."""
+    """Hide ZeRO-3 from transformers: it holds pieces beside the whole and cannot drop a head of another size."""
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cache import PreparedRows, prepare_rows
+from .checkpoint_folder import abandon, damage, read_state
 from .errors import InputError
 from .faults import StopRequest, ignore_signals_in_workers, record_failure, watch_parent, watch_peers
 from .planning import Plan, derive_plan
 from .recipe import Recipe
 from .recipe_file import dump_recipe, load_recipe
+from .resumption import AUTO, NEVER, belongs_to, check_rows
 from .run_folder import DRY_RUN, START, RunFolder, describe_environment
 from .sampling import PADDING, EvalOrder, Key, TrainOrder, seed_of
 
@@ -92,17 +94,21 @@ def prepare(
     cpu: bool = False,
     weights: Path | None = None,
     dry_run: bool = False,
+    resume: str | Path | None = None,
+    resume_anyway: bool = False,
 ) -> Run:
     """Return a `Run` for `for step in ftcli.steps(run)`; writes no folder unless `output` names one.
 
     Works in a notebook (one process) and inside every launched process. `weights` is a folder of trained weights
     (a run's final/) to start from instead of the recipe's model; a dry run has two steps and one evaluation batch.
+    `resume` is the folder of a checkpoint to go on from; with `resume_anyway` also on other rows.
     Raises `InputError` for what is wrong with recipe, data or model, before the model's weights are read where that
     can be known.
     """
     import torch
 
     from . import hardware as hardware_package
+    from .checkpoint import check_disk, load
     from .models import quiet_libraries
     from .optimizers import build_optimizer
     from .tasks import build_task
@@ -116,6 +122,7 @@ def prepare(
     task = build_task(loaded)
     rows = prepare_rows(loaded, task)
     plan = derive_plan(loaded, world, len(rows.train))
+    first_step = 0 if resume is None else _first_step(Path(resume), rows, anyway=resume_anyway)
     if dry_run and rows.eval is not None:
         first = range(min(len(rows.eval), plan.micro_size * world))
         rows = replace(rows, eval=rows.eval.select(first))
@@ -129,7 +136,7 @@ def prepare(
     )
     model = hardware.fit(_build_model(loaded, task, rows, weights))
     optimizer = build_optimizer(model, loaded.optimizer)
-    train_loader, eval_loader = _loaders(loaded, plan, task, rows)
+    train_loader, eval_loader = _loaders(loaded, plan, task, rows, first_step)
     loaders = [train_loader] if eval_loader is None else [train_loader, eval_loader]
     model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
     facts = [
@@ -139,7 +146,7 @@ def prepare(
         _count_parameters(hardware, model),
     ]
     torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
-    return Run(
+    run = Run(
         recipe=loaded,
         plan=plan,
         task=task,
@@ -151,7 +158,23 @@ def prepare(
         rows=rows,
         facts=facts,
         folder=folder,
+        first_step=first_step,
     )
+    check_disk(run)
+    if resume is not None:
+        load(run, Path(resume))
+        facts.append(f"goes on after step {first_step} from {resume}")
+    return run
+
+
+def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:
+    """Return the number of steps that are done in a checkpoint; raises `InputError` when it does not fit."""
+    if problem := damage(checkpoint, hashes=False):
+        raise InputError(problem)
+    state = read_state(checkpoint)
+    check_rows(state, rows.fingerprint, anyway=anyway)
+    step: int = state["step"]
+    return step
 
 
 def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path | None) -> nn.Module:
@@ -183,7 +206,9 @@ class Collate:
         return self.task.collate(rows) | {"sample_ids": torch.tensor([row["id"] for row in rows])}
 
 
-def _loaders(recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows) -> tuple[DataLoader, DataLoader | None]:
+def _loaders(
+    recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, first_step: int
+) -> tuple[DataLoader, DataLoader | None]:
     """Return loaders of host batches in global order; Accelerate gives each process its share of the batches."""
     from torch.utils.data import DataLoader
 
@@ -202,7 +227,7 @@ def _loaders(recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows) -> tupl
         global_size=plan.global_size,
         micro_size=plan.micro_size,
         seed=recipe.seed,
-        first_step=0,
+        first_step=first_step,
         steps=plan.steps,
     )
     train = loader(rows.train, train_order, training=True)
@@ -236,17 +261,22 @@ def work(
     cpu: bool = False,
     dry_run: bool = False,
     record_start: bool = False,
+    resume: str = NEVER,
+    start: Path | None = None,
+    resume_anyway: bool = False,
 ) -> None:
     """Train as one process of a run, from claimed folder to final weights: what every form of launch ends in.
 
-    With `record_start` start.json holds a digest of every trained weight as it was before the first step.
+    `start` is the checkpoint that `resume` led to. With `record_start` start.json holds a digest of every trained
+    weight as it was before the first step.
     """
     from .loop import train
 
     folder = RunFolder(output)
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main and "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
-        folder.claim()  # before failures are recorded: a refusal must leave no trace in another's run
+        resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
+        folder.claim(resuming=resuming)  # before failures are recorded: a refusal must leave no trace in another's run
     with record_failure(folder):
         watch_parent()
         watch_peers(folder)
@@ -256,9 +286,11 @@ def work(
                 folder.write_text(
                     DRY_RUN, "two steps, to see that everything works; the next dry run replaces this folder\n"
                 )
-        run = prepare(recipe, output=output, cpu=cpu, dry_run=dry_run)
+        run = prepare(recipe, output=output, cpu=cpu, dry_run=dry_run, resume=start, resume_anyway=resume_anyway)
         _check_world(run, profile)
         if run.hardware.ranks.is_main:
+            folder.rewind(run.first_step)
+            abandon(folder.path, run.first_step)
             device = str(run.hardware.accelerator.device)
             folder.write_json("environment.json", describe_environment(device, run.plan.processes))
         if record_start:

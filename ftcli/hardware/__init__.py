@@ -1,7 +1,7 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
-A backend is a module with `options`, `configure`, `fit`, `unwrap`, `clip`, `settle` and
-`full_parameter`; `build` picks it.
+A backend is a module with `options`, `configure`, `fit`, `unwrap`, `clip`, `settle`, `full_parameter`, `slots` and
+`pieces`; `build` picks it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import ddp, deepspeed, fsdp, precision, rehearsal
 from .ranks import Ranks
+from .state import Piece, make_missing, set_updates, trained, updates
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from ..planning import Plan
     from ..recipe import Recipe
@@ -69,6 +71,41 @@ class Hardware:
             if parameter.requires_grad or not trained_only:
                 value = self.backend.full_parameter(parameter)
                 yield name, value.detach().cpu() if self.ranks.is_main else None
+
+    def trained_shapes(self, model: nn.Module) -> dict[str, list[int]]:
+        """Return name -> whole shape of every trained parameter; a tied weight once."""
+        inner = self.unwrap(model)
+        self.backend.settle(inner)
+        return {name: list(full_shape(parameter)) for name, parameter in trained(inner)}
+
+    def pieces(self, model: nn.Module, optimizer: Optimizer) -> Iterator[Piece]:
+        """Yield all of this rank that a checkpoint holds: trained weights, moments, persistent buffers. Local."""
+        inner = self.unwrap(model)
+        self.backend.settle(inner)
+        yield from self.backend.pieces(model, optimizer, self.ranks)
+        persistent = inner.state_dict()
+        for name, buffer in inner.named_buffers():
+            if name in persistent:
+                yield Piece(name, 0, {"buffer": buffer}, slice(0, buffer.numel() if self.ranks.is_main else 0))
+
+    def updates(self, model: nn.Module, optimizer: Optimizer) -> int:
+        """Return how often the optimizer stepped; below the run's step where a float16 overflow skipped updates."""
+        return updates(self.backend.slots(model, optimizer))
+
+    def start_from_update(self, model: nn.Module, optimizer: Optimizer, count: int) -> None:
+        """Give the optimizer all its state, as it is after `count` updates but for its values (see `pieces`)."""
+        slots = self.backend.slots(model, optimizer)
+        make_missing(slots)
+        set_updates(slots, count)
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """Return the state of the float16 loss scaler, plain numbers; None: there is none."""
+        return None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()
+
+    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
+        """Put the float16 loss scaler, if there is one, back to what `scaler_state` gave."""
+        if state and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state)
 
     def check_dtypes(self, model: nn.Module, recipe: Recipe) -> str:
         """Return the dtype policy as one line of text; raises when the prepared model does not follow it."""

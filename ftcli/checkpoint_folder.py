@@ -87,7 +87,7 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
 
 def newest_intact(run: Path, *, hashes: bool = True) -> tuple[Path | None, list[str]]:
     """Return (a run's newest intact checkpoint or None, what is wrong with each newer one)."""
-    problems = []
+    problems: list[str] = []
     for folder in reversed(checkpoints_of(run)):
         if not (problem := damage(folder, hashes=hashes)):
             return folder, problems

@@ -37,7 +37,10 @@ def find_start(folder: RunFolder, recipe: Recipe, resume: str, *, anyway: bool =
     """
     if resume == NEVER:
         return None
-    checkpoint = _own(folder.path) if resume == AUTO else _named(Path(resume))
+    origin = folder.origin() if resume == AUTO else resume
+    checkpoint = _own(folder.path) if resume == AUTO else None
+    if checkpoint is None and origin:  # auto: a run that began at another's checkpoint and has none of its own yet
+        checkpoint = _named(Path(origin))
     if checkpoint is None:
         return None
     changes, harmless = recipe_changes(read_state(checkpoint), recipe)
@@ -77,7 +80,8 @@ def recipe_changes(state: dict[str, Any], recipe: Recipe) -> tuple[list[str], li
         )
     if _same_rates(state, recipe):
         harmless_keys |= set(LENGTH)
-    moving, harmless = [], []
+    moving: list[str] = []
+    harmless: list[str] = []
     for key in dict.fromkeys([*old, *new]):
         if old.get(key) != new.get(key):
             is_harmless = key in harmless_keys or key.partition(".")[0] in FREE_SECTIONS

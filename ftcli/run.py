@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cache import PreparedRows, prepare_rows
-from .checkpoint_folder import abandon, damage, read_state
+from .checkpoint_folder import abandon, damage, read_state, step_of
 from .errors import InputError
 from .faults import StopRequest, ignore_signals_in_workers, record_failure, watch_parent, watch_peers
 from .planning import Plan, derive_plan
 from .recipe import Recipe
 from .recipe_file import dump_recipe, load_recipe
 from .resumption import AUTO, NEVER, belongs_to, check_rows
-from .run_folder import DRY_RUN, START, RunFolder, describe_environment
+from .run_folder import DRY_RUN, ORIGIN, START, RunFolder, describe_environment
 from .sampling import PADDING, EvalOrder, Key, TrainOrder, seed_of
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def work(
         watch_parent()
         watch_peers(folder)
         if is_main:
-            _write_intent(folder, recipe, profile)
+            _write_intent(folder, recipe, profile, start)
             if dry_run:
                 folder.write_text(
                     DRY_RUN, "two steps, to see that everything works; the next dry run replaces this folder\n"
@@ -343,10 +343,12 @@ def _shortened(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": short, "schedule": schedule})
 
 
-def _write_intent(folder: RunFolder, recipe: Recipe, profile: Profile | None) -> None:
+def _write_intent(folder: RunFolder, recipe: Recipe, profile: Profile | None, start: Path | None) -> None:
     folder.write_text("recipe.yaml", dump_recipe(recipe))
     folder.write_text("profile.yaml", "# trained without a profile\n" if profile is None else profile.as_yaml())
-    folder.write_status("running", 0, 0)
+    folder.write_status("running", 0 if start is None else step_of(start), 0)
+    if start is not None and not belongs_to(folder, start):
+        folder.write_json(ORIGIN, {"checkpoint": str(start.resolve()), "step": step_of(start)})
 
 
 def _check_world(run: Run, profile: Profile | None) -> None:

@@ -24,6 +24,7 @@ from .errors import InputError
 
 OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "checkpoints", "final")  # a folder that holds one of these is somebody's
 START = "start.json"  # written on request: what a run was before its first step
+ORIGIN = "resumed.json"  # written by a run that begins at a checkpoint of another run
 DRY_RUN = "dry-run"  # the file that says a folder may be thrown away
 PACKAGES = ("ftcli", "torch", "accelerate", "transformers", "peft", "datasets", "deepspeed", "safetensors", "numpy")
 
@@ -103,6 +104,11 @@ class RunFolder:
         """Return status.json, or an empty dict before the run wrote any."""
         path = self.path / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
+
+    def origin(self) -> str:
+        """Return the checkpoint of another run that this one began at, or an empty string."""
+        path = self.path / ORIGIN
+        return str(json.loads(path.read_text(encoding="utf-8"))["checkpoint"]) if path.exists() else ""
 
     def start(self) -> dict[str, Any]:
         """Return what a run was asked to record before its first step; `parity` asks for it."""

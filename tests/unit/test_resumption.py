@@ -11,7 +11,7 @@ from ftcli.checkpoint_folder import checkpoint_path
 from ftcli.errors import InputError
 from ftcli.recipe import Recipe
 from ftcli.resumption import check_rows, find_start, is_done, machine_hints, recipe_changes
-from ftcli.run_folder import RunFolder
+from ftcli.run_folder import ORIGIN, RunFolder
 
 from .test_checkpoint_folder import DATA, write
 
@@ -125,6 +125,14 @@ def test_auto_starts_anew_without_checkpoints_and_refuses_when_none_is_intact(tm
     assert [str(folder / DATA) in str(p) for folder, p in zip((bad, good), told.value.problems, strict=True)] == [
         True
     ] * 2
+
+
+def test_auto_follows_a_run_that_began_at_anothers_checkpoint_until_it_has_its_own(tmp_path: Path) -> None:
+    origin, folder = save(tmp_path / "run", 5), RunFolder(tmp_path / "other")
+    folder.write_json(ORIGIN, {"checkpoint": str(origin), "step": 5})
+    assert find_start(folder, recipe(), "auto") == origin
+    own = save(folder.path, 6)
+    assert find_start(folder, recipe(), "auto") == own
 
 
 def test_a_named_checkpoint_is_taken_or_refused_with_the_file_that_is_damaged(tmp_path: Path) -> None:

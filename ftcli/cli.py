@@ -240,7 +240,7 @@ def generate(
 def show(
     what: Annotated[str, typer.Argument(metavar="recipes|profiles|tasks|RUN|CHECKPOINT", help="A list, or a folder.")],
 ) -> None:
-    """List recipes, profiles, tasks; or describe a run or a checkpoint."""
+    """List what there is; describe a run or checkpoint."""
     from . import listing
 
     print("\n".join(listing.lines_about(what)))

@@ -12,6 +12,7 @@ from .sampling import seed_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from torch import nn
 
     from .recipe import Adapter
@@ -23,14 +24,15 @@ def add_adapter(
     *,
     seed: int,
     keep: list[str],
+    dtype: torch.dtype,
     task_type: str | None,
     weights: Path | None = None,
 ) -> nn.Module:
     """Return `model` with the recipe's adapter; only the adapter and the modules named in `keep` are trained.
 
-    `keep` are newly made heads, saved in full beside the adapter. Adapter weights are float32 and drawn from `seed`
-    alone, so they are equal on every process; or they are those of the folder `weights`. Raises `InputError` when
-    target_modules match nothing.
+    `keep` are newly made heads, saved in full beside the adapter. Adapter weights have `dtype` and are drawn from
+    `seed` alone, so they are equal on every process; or they are those of the folder `weights`. Raises `InputError`
+    when target_modules match nothing.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -53,7 +55,7 @@ def add_adapter(
         raise InputError(f"adapter.target_modules: {error}") from error
     for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(dtype)
         if ".lora_A." in name:
             _draw(name, parameter, seed)
     return wrapped

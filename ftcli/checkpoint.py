@@ -92,7 +92,8 @@ def load(run: Run, folder: Path) -> None:
                 if kind in ("weight", "buffer") or stored.has(kind, piece.name):  # moments: of what had a gradient
                     values = stored.read(kind, piece.name, piece.start, tensor.numel())
                     tensor.copy_(values.view(tensor.shape))
-    run.hardware.load_scaler_state(state["scaler"])
+    if run.hardware.loss_scale is not None and state["loss_scale"] is not None:
+        run.hardware.loss_scale.restore(state["loss_scale"])
 
 
 class Stored:
@@ -171,7 +172,7 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         "steps": run.steps,
         "seed": run.recipe.seed,
         "optimizer_updates": run.hardware.updates(run.model, run.optimizer),
-        "scaler": run.hardware.scaler_state(),
+        "loss_scale": None if run.hardware.loss_scale is None else run.hardware.loss_scale.state(),
         "metrics": metrics,
         "written_by": {
             "profile": "no profile" if profile is None else Path(profile).stem,

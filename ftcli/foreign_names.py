@@ -89,7 +89,7 @@ EXPLAINED = {
     "do_train": "`ftcli train` trains, `ftcli evaluate` evaluates",
     "eval_strategy": "write evaluate.every_steps",
     "evaluation_strategy": "write evaluate.every_steps",
-    "fp16": "write precision: bf16, or fp32; fp16 is not supported yet",
+    "fp16": "write precision: fp16",
     "fsdp": _PROFILE,
     "fsdp_config": _PROFILE,
     "gradient_accumulation_steps": "derived from batch.global_size, never written: delete this line",

@@ -47,7 +47,7 @@ class Step:
 
     @cached_property
     def grad_norm(self) -> float:
-        """Global 2-norm of the gradient, before clipping."""
+        """Global 2-norm of the gradient, before clipping; not finite when fp16 skipped the step."""
         return float(self.norm_tensor)
 
 
@@ -56,7 +56,7 @@ class Window:
     """The micro-batches of one rank for one step, on the host, and what all ranks say of theirs."""
 
     batches: list[Batch]
-    agreed: Callable[[], list[int]]  # waits for the sums over ranks: items, digest, stop requests
+    agreed: Callable[[], list[int]]  # waits for the sums over ranks: items, digest, rows, stop requests
     seconds: float
 
 
@@ -68,7 +68,7 @@ def windows(run: Run) -> Iterator[Window]:
         window = list(itertools.islice(batches, run.plan.accumulation))
         ids = torch.cat([batch.pop("sample_ids") for batch in window]).numpy()
         items = sum(run.task.count(batch) for batch in window)
-        message = [items, digest(ids), int(run.stop.requested())]
+        message = [items, digest(ids), int((ids != PADDING).sum()), int(run.stop.requested())]
         yield Window(window, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
 
 
@@ -84,7 +84,7 @@ def steps(run: Run) -> Iterator[Step]:
     window = next(ahead, None)
     for number in range(run.first_step, run.steps):
         assert window is not None
-        items, samples, stops = window.agreed()
+        items, samples, rows, stops = window.agreed()
         rate = learning_rate(
             number,
             peak=run.recipe.optimizer.learning_rate,
@@ -101,7 +101,7 @@ def steps(run: Run) -> Iterator[Step]:
         for batch in window.batches:
             with accelerator.accumulate(model):
                 loss = run.task.loss(model, run.to_device(batch))
-                accelerator.backward(loss * scale)
+                run.hardware.backward(loss * scale)
                 total += loss.detach()
         norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
         optimizer.step()
@@ -113,7 +113,7 @@ def steps(run: Run) -> Iterator[Step]:
             learning_rate=rate,
             items=items,
             samples=samples % 2**64,
-            rows=run.plan.global_size,
+            rows=rows,
             data_seconds=done.seconds,
             stop=stops > 0,
             loss_tensor=run.hardware.ranks.sum_on_device(total) / max(items, 1),

@@ -89,7 +89,7 @@ def load_model(
     """
     import torch
 
-    from .hardware import loaded_whole
+    from .hardware import loaded_as, loaded_whole
 
     section = recipe.model
     if weights is not None and (weights / "config.json").exists():
@@ -106,7 +106,7 @@ def load_model(
         kwargs["config"] = _without_dropout(section, kwargs)
     torch.manual_seed(recipe.seed)
     auto = getattr(importlib.import_module("transformers"), auto_class)
-    with loaded_whole() if new_head else nullcontext():
+    with loaded_as(dtype), loaded_whole() if new_head else nullcontext():
         model, info = load_from_hub(auto, section, **kwargs)
     new = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     heads = sorted({name.rpartition(".")[0] for name in new})

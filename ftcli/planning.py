@@ -52,13 +52,15 @@ def derive_batches(global_size: int, micro_size: int, processes: int) -> tuple[i
     return micro, share // micro
 
 
-def derive_steps(train: Train, rows: int | None, global_size: int) -> tuple[int | None, int | None]:
-    """Return (steps per epoch, steps of the run); each epoch is cut to a multiple of the global batch."""
-    per_epoch = None if rows is None else rows // global_size
+def derive_steps(
+    train: Train, rows: int | None, global_size: int, *, drop_last: bool = True
+) -> tuple[int | None, int | None]:
+    """Return (steps per epoch, steps of the run); with `drop_last` an epoch is cut to whole global batches."""
+    per_epoch = None if rows is None else rows // global_size if drop_last else math.ceil(rows / global_size)
     if per_epoch == 0:
         raise InputError(
             f"data.train has {rows} rows, fewer than batch.global_size {global_size}",
-            hint="add rows, or lower batch.global_size",
+            hint="add rows, lower batch.global_size, or set data.drop_last to false",
         )
     if train.max_steps is not None:
         return per_epoch, train.max_steps
@@ -69,7 +71,8 @@ def derive_steps(train: Train, rows: int | None, global_size: int) -> tuple[int 
 def derive_plan(recipe: Recipe, processes: int, rows: int | None = None) -> Plan:
     """Return the plan of `recipe` on `processes` processes; `rows` is the number of training rows, if known."""
     micro, accumulation = derive_batches(recipe.batch.global_size, recipe.batch.micro_size, processes)
-    per_epoch, steps = derive_steps(recipe.train, rows, recipe.batch.global_size)
+    drop_last = recipe.data.drop_last
+    per_epoch, steps = derive_steps(recipe.train, rows, recipe.batch.global_size, drop_last=drop_last)
     warmup = recipe.schedule.warmup_steps
     warmup_steps: int | None = int(warmup)
     if 0 < warmup < 1:

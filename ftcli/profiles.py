@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 KIND = "accelerate_configs"
+PROFILE_PRECISION = {"bf16": "bf16", "fp16": "fp16"}  # recipe's word -> Accelerate's for the same; others are its "no"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
     problems = []
     where = str(profile.path or profile.source)
     given = profile.values.get("mixed_precision")
-    if given is not None and given != ("no" if recipe.precision == "fp32" else recipe.precision):
+    if given is not None and given != PROFILE_PRECISION.get(recipe.precision, "no"):
         hint = f"the recipe has precision: {recipe.precision}; remove mixed_precision from the profile"
         problems.append(Problem(f"mixed_precision is {given}", where, hint))
     if profile.distributed_type == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:

@@ -34,7 +34,7 @@ class Model(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Dtype that frozen weights are held in; auto: bfloat16 under precision bf16, else "
-        "float32. Trained weights are held in float32 always.",
+        "float32. Trained weights are held in float32, or in bfloat16 under bf16_pure.",
     )
     dropout: float | None = Field(
         None,
@@ -104,6 +104,11 @@ class Data(Section):
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="Name the task expects -> name in the file, for instance {text: body, label: category}.",
+    )
+    drop_last: bool = Field(
+        True,
+        description="true: an epoch is cut to a multiple of batch.global_size; false: the rows left over make one "
+        "smaller step, weighed exactly.",
     )
     max_length: int = Field(1024, ge=2, description="Longest row, in tokens; longer rows are cut. Text tasks only.")
     workers: int = Field(
@@ -229,9 +234,11 @@ class Recipe(Section):
         description="sft, text_classification, image_classification, ./my_task.py, or package.module.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seeds weights, data order and dropout.")
-    precision: Literal["fp32", "bf16"] = Field(
+    precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = Field(
         "fp32",
-        description="Dtype of the forward and backward pass; weights, optimizer and gradient sums stay float32.",
+        description="Dtype of the forward and backward pass; weights, optimizer and gradient sums stay float32, but "
+        "bf16_pure holds them in bfloat16 too (a quarter of the memory, and small updates are lost). fp16 scales the "
+        "loss and skips steps whose gradient overflows.",
     )
     output: str | None = Field(None, description="Run folder; absent: runs/<file name of the recipe>.")
     model: Model = Field(description="Which weights are trained, and how they are built.")
@@ -254,4 +261,10 @@ class Recipe(Section):
     def _best_is_measured(self) -> Recipe:
         if self.checkpoint.keep_best is not None and self.data.eval is None and not self.data.eval_rows:
             raise ValueError("checkpoint.keep_best needs evaluation rows: set data.eval or data.eval_rows")
+        return self
+
+    @model_validator(mode="after")
+    def _no_padding_in_statistics(self) -> Recipe:
+        if self.model.batch_norm == "train" and not self.data.drop_last:
+            raise ValueError("data.drop_last: false pads the last step, and batch_norm: train would count the padding")
         return self

@@ -101,7 +101,8 @@ class Reporter:
         last = step.number == self.run.steps
         if step.number % self.run.recipe.log.every_steps == 0 or last or step.stop:
             row = self._row(step)
-            if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+            scaled = self.run.hardware.loss_scale is not None  # then a step whose gradient overflows is skipped
+            if not (math.isfinite(row["loss"]) and (scaled or math.isfinite(row["grad_norm"]))):
                 raise RuntimeError(
                     f"step {step.number}: loss {row['loss']}, gradient norm {row['grad_norm']}; the weights are lost. "
                     "Lower optimizer.learning_rate or lengthen schedule.warmup_steps"
@@ -115,13 +116,15 @@ class Reporter:
         values = {"loss": step.loss, "grad_norm": step.grad_norm}  # waits for the device, so time is read after
         now = time.perf_counter()
         elapsed = max(now - self._since, 1e-9)
+        scale = self.run.hardware.loss_scale
         row = {
             "step": step.number,
             **values,
+            **({} if scale is None else {"loss_scale": scale.scale, "skipped_steps": scale.skipped}),
             "learning_rate": step.learning_rate,
             "items": step.items,
             "samples": step.samples,
-            "epoch": step.number * self.run.plan.global_size / len(self.run.rows.train),
+            "epoch": self._epoch(step.number),
             f"{self.run.task.item}s_per_second": self._items / elapsed,
             "rows_per_second": self._rows / elapsed,
             "data_wait_share": self._data_seconds / elapsed,
@@ -130,6 +133,15 @@ class Reporter:
         }
         self._since, self._items, self._rows, self._data_seconds = now, 0, 0, 0.0
         return row
+
+    def _epoch(self, number: int) -> float:
+        """Return how many passes over the training rows are done; a dropped tail counts as not seen."""
+        rows, plan = len(self.run.rows.train), self.run.plan
+        if self.run.recipe.data.drop_last:
+            return number * plan.global_size / rows
+        assert plan.steps_per_epoch is not None
+        whole, more = divmod(number, plan.steps_per_epoch)
+        return whole + more * plan.global_size / rows
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is not None:

@@ -134,7 +134,7 @@ def prepare(
         trackers=[] if folder is None else list(loaded.log.trackers),
         folder=None if folder is None else str(folder.path),
     )
-    model = hardware.fit(_build_model(loaded, task, rows, weights))
+    model = hardware.fit(_build_model(loaded, task, rows, weights), loaded)
     optimizer = build_optimizer(model, loaded.optimizer)
     train_loader, eval_loader = _loaders(loaded, plan, task, rows, first_step)
     loaders = [train_loader] if eval_loader is None else [train_loader, eval_loader]
@@ -180,10 +180,18 @@ def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:
 def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path | None) -> nn.Module:
     """Return the task's model with its adapter, in training mode and not yet prepared."""
     from .adapters import add_adapter
-    from .hardware.precision import load_dtype
+    from .hardware.precision import load_dtype, trained_dtype
 
     model, heads = task.load_model(rows.facts, dtype=load_dtype(recipe), weights=weights)
-    model = add_adapter(model, recipe.adapter, seed=recipe.seed, keep=heads, task_type=task.peft_type, weights=weights)
+    model = add_adapter(
+        model,
+        recipe.adapter,
+        seed=recipe.seed,
+        keep=heads,
+        dtype=trained_dtype(recipe),
+        task_type=task.peft_type,
+        weights=weights,
+    )
     task.finish_model(model)
     if recipe.model.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
@@ -221,7 +229,7 @@ def _loaders(
             worker_init_fn=ignore_signals_in_workers,
         )
 
-    assert plan.steps is not None
+    assert plan.steps is not None and plan.steps_per_epoch is not None
     train_order = TrainOrder(
         len(rows.train),
         global_size=plan.global_size,
@@ -229,6 +237,7 @@ def _loaders(
         seed=recipe.seed,
         first_step=first_step,
         steps=plan.steps,
+        steps_per_epoch=plan.steps_per_epoch,
     )
     train = loader(rows.train, train_order, training=True)
     if rows.eval is None:
@@ -302,10 +311,12 @@ def work(
 
 def _record_start(run: Run, folder: RunFolder) -> None:
     """Write start.json; a collective, one weight is whole at a time."""
+    import torch
+
     from .models import largest_dropout
 
     weights = {
-        name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, value in run.hardware.parameters(run.model, trained_only=True)
         if value is not None  # not on the main process
     }

@@ -53,26 +53,37 @@ class TrainOrder:
     """Micro-batches of every step from `first_step` on, in global order: a batch sampler for one DataLoader.
 
     Yields lists of `micro_size` keys; the process of rank r takes every `processes`-th list starting at r, so the
-    `processes * accumulation` lists of a step cover that step's `global_size` rows.
+    `processes * accumulation` lists of a step cover that step's `global_size` rows. Rows beyond `steps_per_epoch`
+    are dropped; a step that lacks rows is filled up with padding: every process runs as many forwards.
     """
 
     drop_last = True  # each list is full; Accelerate reads both attributes
 
-    def __init__(self, rows: int, *, global_size: int, micro_size: int, seed: int, first_step: int, steps: int):
+    def __init__(
+        self,
+        rows: int,
+        *,
+        global_size: int,
+        micro_size: int,
+        seed: int,
+        first_step: int,
+        steps: int,
+        steps_per_epoch: int,
+    ):
         self.rows, self.global_size, self.batch_size = rows, global_size, micro_size
-        self.seed, self.first_step, self.steps = seed, first_step, steps
+        self.seed, self.first_step, self.steps, self.steps_per_epoch = seed, first_step, steps, steps_per_epoch
 
     def __len__(self) -> int:
         return (self.steps - self.first_step) * self.global_size // self.batch_size
 
     def __iter__(self) -> Iterator[list[Key]]:
-        per_epoch = self.rows // self.global_size
         current = None
         for step in range(self.first_step, self.steps):
-            epoch, position = divmod(step, per_epoch)
+            epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != current:
                 order, current = epoch_order(self.rows, self.seed, epoch), epoch
             window = order[position * self.global_size : (position + 1) * self.global_size]
+            window = np.pad(window, (0, self.global_size - len(window)), constant_values=PADDING)
             for start in range(0, self.global_size, self.batch_size):
                 yield [(epoch, int(index)) for index in window[start : start + self.batch_size]]
 

@@ -1,7 +1,7 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
-A backend is a module with `options`, `configure`, `fit`, `unwrap`, `clip`, `settle`, `full_parameter`, `slots` and
-`pieces`; `build` picks it.
+A backend is a module with `options`, `configure`, `fit`, `unwrap`, `backward`, `clip`, `settle`, `full_parameter`,
+`slots` and `pieces`; `build` picks it. Precision is the same on all of them: precision.py's.
 """
 
 from __future__ import annotations
@@ -43,15 +43,35 @@ class Hardware:
     backend: ModuleType
     ranks: Ranks
     distributed_type: str  # as Accelerate names it, with MULTI_CPU told apart from MULTI_GPU
+    loss_scale: precision.LossScale | None  # under fp16 only
 
-    def fit(self, model: nn.Module) -> nn.Module:
-        """Return the model as the backend needs it before `prepare`, on the device where the backend wants that."""
+    def fit(self, model: nn.Module, recipe: Recipe) -> nn.Module:
+        """Return the model as the backend needs it before `prepare`, computing in the recipe's precision."""
         model = self.backend.fit(self.accelerator, model)
+        precision.compute_in(model, recipe, self.accelerator.device.type)
         return model
 
+    def backward(self, loss: Tensor) -> None:
+        """Add a micro-batch's gradients; the last one of a window sums them over the ranks."""
+        self.backend.backward(self.accelerator, loss, self._factor)
+
+    @property
+    def _factor(self) -> float:
+        """What a loss is multiplied by. Over the ranks: they are averaged later, and float16 must not see how many."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale / self.ranks.world
+
     def clip(self, model: nn.Module, max_norm: float | None) -> Tensor:
-        """Clip gradients to a global 2-norm and return the norm before clipping, a float32 scalar on the device."""
-        norm: Tensor = self.backend.clip(self.accelerator, model, max_norm)
+        """Clip gradients to a global 2-norm and return the norm before clipping, a float32 scalar on the device.
+
+        Under fp16 a norm that is not finite leaves no gradients, so that the optimizer's step changes nothing; to
+        know that, the host waits for the device.
+        """
+        norm: Tensor = self.backend.clip(self.accelerator, model, max_norm, self._factor)
+        if self.loss_scale is not None:
+            finite = bool(norm.isfinite())
+            self.loss_scale.update(finite=finite)
+            if not finite:
+                self.unwrap(model).zero_grad()
         return norm
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -98,15 +118,6 @@ class Hardware:
         make_missing(slots)
         set_updates(slots, count)
 
-    def scaler_state(self) -> dict[str, Any] | None:
-        """Return the state of the float16 loss scaler, plain numbers; None: there is none."""
-        return None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()
-
-    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
-        """Put the float16 loss scaler, if there is one, back to what `scaler_state` gave."""
-        if state and self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state)
-
     def check_dtypes(self, model: nn.Module, recipe: Recipe) -> str:
         """Return the dtype policy as one line of text; raises when the prepared model does not follow it."""
         return precision.check(self.unwrap(model), recipe)
@@ -129,8 +140,9 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
     if cpu or not rehearsal.has_accelerator():
         rehearsal.start_on_cpu()
     backend = deepspeed if _asks("DEEPSPEED") else fsdp if _asks("FSDP") else ddp
-    options: dict[str, Any] = backend.options(recipe)
+    options: dict[str, Any] = backend.options()
     accelerator = Accelerator(
+        mixed_precision="no",  # precision.py's, whatever the launcher's environment says
         device_placement=False,  # a whole window of batches must not sit on the device
         dataloader_config=DataLoaderConfiguration(even_batches=False, dispatch_batches=False),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -144,7 +156,8 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
     distributed_type = str(accelerator.distributed_type).rpartition(".")[2]
     chosen = BACKENDS[distributed_type]
     chosen.configure(accelerator, recipe, plan)
-    return Hardware(accelerator, chosen, Ranks(accelerator), distributed_type)
+    loss_scale = precision.LossScale() if recipe.precision == "fp16" else None
+    return Hardware(accelerator, chosen, Ranks(accelerator), distributed_type, loss_scale)
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
@@ -166,6 +179,11 @@ def whole(parameters: list[nn.Parameter]) -> Iterator[None]:
 def loaded_whole() -> AbstractContextManager[None]:
     """Return a block in which transformers loads every weight whole, also where it would load it in pieces."""
     return deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext()
+
+
+def loaded_as(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Return a block in which transformers may load weights of this dtype in pieces, where it loads them so."""
+    return deepspeed.loaded_as(dtype) if _asks("DEEPSPEED") else nullcontext()
 
 
 def _asks(name: str) -> bool:

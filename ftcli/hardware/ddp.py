@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 
-def options(recipe: Recipe) -> dict[str, Any]:
-    """Return what the Accelerator is made with: autocast to the recipe's precision."""
+def options() -> dict[str, Any]:
+    """Return what the Accelerator is made with."""
     from accelerate.utils import DistributedDataParallelKwargs
 
     return {
-        "mixed_precision": "no" if recipe.precision == "fp32" else recipe.precision,
         # Buffers are equal on every rank already (frozen statistics) or must not be copied from rank 0 (trained ones).
         "kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
     }
@@ -43,11 +42,23 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
-def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None) -> Tensor:
-    """Clip in place; return the norm before clipping."""
+def backward(accelerator: Accelerator, loss: Tensor, factor: float) -> None:
+    """Add the gradients of `loss`, multiplied by `factor`."""
+    accelerator.backward(loss if factor == 1.0 else loss * factor)
+
+
+def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, factor: float) -> Tensor:
+    """Divide gradients by `factor` and clip them in place; return the norm before clipping."""
+    unscale(model, factor)
     limit = float("inf") if max_norm is None else max_norm
     norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
     return norm
+
+
+def unscale(model: nn.Module, factor: float) -> None:
+    """Divide every gradient by `factor`, in place."""
+    if factor != 1.0:
+        torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], factor)
 
 
 def full_parameter(parameter: nn.Parameter) -> Tensor:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 
-def options(recipe: Recipe) -> dict[str, Any]:
-    """Return what the Accelerator is made with: precision goes into DeepSpeed's own configuration."""
-    return {"mixed_precision": "no"}
+def options() -> dict[str, Any]:
+    """Return what the Accelerator is made with: nothing more than the launcher's environment says."""
+    return {}
 
 
 def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
@@ -31,10 +31,8 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
     config["gradient_accumulation_steps"] = plan.accumulation
     config["train_batch_size"] = plan.global_size
     config["gradient_clipping"] = recipe.optimizer.max_grad_norm or 0.0  # 0: DeepSpeed does not clip
-    if recipe.precision == "bf16":
-        # Not bf16.enabled: that makes the float32 master weights out of rounded ones. No module may send its
-        # weights or gradients in lower precision, so sums stay float32 as on every other backend.
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    if recipe.precision == "bf16_pure":  # never under bf16: it would make the float32 weights out of rounded ones
+        config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -48,8 +46,18 @@ def unwrap(model: nn.Module) -> nn.Module:
     return inner
 
 
-def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None) -> Tensor:
-    """Return the global norm before clipping; DeepSpeed clipped, with the value that `configure` wrote, and stepped."""
+def backward(accelerator: Accelerator, loss: Tensor, factor: float) -> None:
+    """Add the gradients of `loss`, which DeepSpeed multiplies by `factor` and divides by it before it clips."""
+    if factor != 1.0:
+        accelerator.deepspeed_engine_wrapped.engine.optimizer.override_loss_scale(factor)
+    accelerator.backward(loss)
+
+
+def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, factor: float) -> Tensor:
+    """Return the global norm before clipping; DeepSpeed unscaled, clipped as `configure` said, and stepped.
+
+    A norm that is not finite is infinity here, and DeepSpeed did not step.
+    """
     norm: Any = model.get_global_grad_norm()  # type: ignore[operator]
     return torch.as_tensor(norm, dtype=torch.float32)
 
@@ -72,6 +80,22 @@ def gathered(parameters: list[nn.Parameter], *, modify: bool = True) -> Abstract
 
     block: AbstractContextManager[None] = GatheredParameters(parameters, modifier_rank=0 if modify else None)
     return block
+
+
+@contextmanager
+def loaded_as(dtype: torch.dtype) -> Iterator[None]:
+    """Let ZeRO-3 make its pieces in `dtype`: it takes the dtype from this configuration, not from the caller."""
+    from accelerate.state import AcceleratorState
+
+    config = AcceleratorState().deepspeed_plugin.dschf.config
+    section = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    if section is not None:
+        config[section] = {"enabled": True}
+    try:
+        yield
+    finally:
+        if section is not None:
+            del config[section]
 
 
 @contextmanager

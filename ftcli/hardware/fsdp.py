@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from .ddp import backward as backward  # the same
 from .ddp import slots as slots
+from .ddp import unscale
 from .state import NOTHING, Piece, live, trained
 
 if TYPE_CHECKING:
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 
-def options(recipe: Recipe) -> dict[str, Any]:
-    """Return what the Accelerator is made with; how it computes is settled when the model is known (`fit`)."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
+def options() -> dict[str, Any]:
+    """Return what the Accelerator is made with: the profile, read from the launcher's environment.
 
-    plugin = FullyShardedDataParallelPlugin()  # reads the profile from the launcher's environment
-    return {"mixed_precision": "no" if recipe.precision == "fp32" else recipe.precision, "fsdp_plugin": plugin}
+    An empty policy leaves weights in the dtype they have (precision.py says why).
+    """
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())}
 
 
 def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
@@ -46,22 +49,7 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         embeddings = None
     if embeddings is None or _is_in_a_unit(accelerator, inner, embeddings):
         _answer_none_once(model)
-    if accelerator.mixed_precision == "bf16":
-        _compute_in_bf16(accelerator, inner)
     return model
-
-
-def _compute_in_bf16(accelerator: Accelerator, model: Any) -> None:
-    """Compute in bfloat16 as every other backend does: float32 weights under autocast.
-
-    Weights that travel in bfloat16 would be cheaper, and Accelerate's choice, but move the curve: beside 1.0 a
-    bfloat16 step is 4e-3, so a norm's weights would stand still in the forward pass for many updates (seen on H200s:
-    1.4e-3 of the loss after 20 steps of a 0.6B shape at learning rate 1e-4, where the others differ by 1e-4).
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-    model.forward = torch.autocast(accelerator.device.type, dtype=torch.bfloat16)(model.forward)
 
 
 def _is_in_a_unit(accelerator: Accelerator, model: nn.Module, embeddings: nn.Module) -> bool:
@@ -85,8 +73,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None) -> Tensor:
-    """Clip in place; return the global norm before clipping as a plain tensor."""
+def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, factor: float) -> Tensor:
+    """Divide gradients by `factor` and clip them in place; return the global norm before clipping, a plain tensor."""
+    unscale(model, factor)
     limit = float("inf") if max_norm is None else max_norm
     norm: Any = accelerator.clip_grad_norm_(model.parameters(), limit)
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -14,11 +14,7 @@ from ftcli.run_folder import RunFolder
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(1500)]
 PROFILES = {"single": 1, "ddp": 2, "fsdp": 2, "zero3": 2}
-RECIPES = [
-    pytest.param("image_classification"),
-    pytest.param("text_classification", marks=pytest.mark.slow),
-    pytest.param("sft", marks=pytest.mark.slow),
-]
+RECIPES = ["image_classification", "text_classification", "sft"]
 # Three steps show what twenty would; few evaluation rows, for it is the profiles that are compared.
 SHORT = [
     "train.max_steps=3",
@@ -39,6 +35,7 @@ def train(recipe: str, profile: str, folder: Path, overrides: list[str]) -> RunF
     return RunFolder(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_smoke_recipe_gives_the_same_curve_under_every_profile(recipe: str, tmp_path: Path) -> None:
     fetch(f"smoke/{recipe}")

@@ -156,4 +156,4 @@ def go_on(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
 def weights(run: Any) -> dict[str, Any]:
     """Return the trained weights on the main rank, an empty dictionary elsewhere; a collective."""
     found = dict(run.hardware.parameters(run.model, trained_only=True))
-    return {name: value.numpy().copy() for name, value in found.items() if value is not None}
+    return {name: value.float().numpy().copy() for name, value in found.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Every evaluation row is counted exactly once: 1 to 17 rows on one and two processes, at any micro size."""
+"""Every evaluation row is counted exactly once: 1 to 17 rows on one to three processes, at any micro size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def alone(inputs: Path) -> dict[str, dict[str, float]]:
     return run_on_cpu(evaluate_all, inputs, 1, processes=1, profile="single")[0]
 
 
-@pytest.mark.parametrize(("processes", "micro_size"), [(1, 4), (2, 3)])
+@pytest.mark.parametrize(("processes", "micro_size"), [(1, 4), (2, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_metrics_do_not_depend_on_processes_or_micro_size(
     processes: int, micro_size: int, inputs: Path, alone: dict[str, dict[str, float]]
 ) -> None:

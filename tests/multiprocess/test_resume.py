@@ -100,9 +100,10 @@ def test_every_profile_goes_on_from_every_other(inputs: Path, saves: Path, singl
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
 @pytest.mark.parametrize("profile", ["single", "fsdp", "zero2", "zero3"])
-def test_bf16_goes_on_bit_for_bit_on_the_same_profile(profile: str, inputs: Path, tmp_path: Path) -> None:
-    changes = TEN | {"precision": "bf16"}
+def test_every_precision_goes_on_bit_for_bit(precision: str, profile: str, inputs: Path, tmp_path: Path) -> None:
+    changes = TEN | {"precision": precision}
     arguments = (inputs, NAMES, changes, tmp_path / "saved", [tmp_path / "saved"])
     saved, resumed = run_on_cpu(save_and_resume, *arguments, processes=PROFILES[profile], profile=profile)[0]
     assert_same_bits(saved, resumed["saved"])

@@ -52,6 +52,15 @@ def test_an_epoch_is_cut_to_whole_batches(epochs: float, expected: tuple[int, in
     assert derive_steps(Train(epochs=epochs), rows=50, global_size=8) == expected
 
 
+@pytest.mark.parametrize(("epochs", "expected"), [(1.0, (7, 7)), (2.0, (7, 14)), (0.1, (7, 1))])
+def test_a_tail_that_is_kept_is_one_more_step(epochs: float, expected: tuple[int, int]) -> None:
+    assert derive_steps(Train(epochs=epochs), rows=50, global_size=8, drop_last=False) == expected
+
+
+def test_few_rows_make_one_small_step_when_the_tail_is_kept() -> None:
+    assert derive_steps(Train(epochs=2.0), rows=5, global_size=8, drop_last=False) == (1, 2)
+
+
 def test_steps_are_unknown_until_the_rows_are() -> None:
     assert derive_steps(Train(epochs=1.0), rows=None, global_size=8) == (None, None)
     assert derive_steps(Train(max_steps=9), rows=None, global_size=8) == (None, 9)

@@ -24,7 +24,13 @@ def step_rows(order: TrainOrder, step: int) -> list[int]:
 @given(SIZES, st.integers(12, 60), st.integers(0, 5))
 def test_a_step_holds_the_same_rows_for_any_micro_size(sizes: tuple[int, int, int], rows: int, seed: int) -> None:
     global_size, micro, _ = sizes
-    common = {"global_size": global_size, "seed": seed, "first_step": 0, "steps": 7}
+    common = {
+        "global_size": global_size,
+        "seed": seed,
+        "first_step": 0,
+        "steps": 7,
+        "steps_per_epoch": rows // global_size,
+    }
     reference = TrainOrder(rows, micro_size=global_size, **common)
     other = TrainOrder(rows, micro_size=micro, **common)
     assert [step_rows(reference, s) for s in range(7)] == [step_rows(other, s) for s in range(7)]
@@ -33,7 +39,9 @@ def test_a_step_holds_the_same_rows_for_any_micro_size(sizes: tuple[int, int, in
 @given(st.integers(8, 60), st.integers(0, 3))
 def test_an_epoch_gives_no_row_twice_and_drops_less_than_a_batch(rows: int, seed: int) -> None:
     per_epoch = rows // 8
-    order = TrainOrder(rows, global_size=8, micro_size=4, seed=seed, first_step=0, steps=per_epoch)
+    order = TrainOrder(
+        rows, global_size=8, micro_size=4, seed=seed, first_step=0, steps=per_epoch, steps_per_epoch=per_epoch
+    )
     seen = [index for batch in order for _, index in batch]
     assert len(set(seen)) == len(seen) == per_epoch * 8
 
@@ -51,7 +59,8 @@ def test_starting_a_million_samples_in_reads_no_row_before() -> None:
             self.read.append(index)
             return {"id": index}
 
-    order = TrainOrder(3_000_000, global_size=8, micro_size=4, seed=0, first_step=125_000, steps=375_000)
+    where = {"first_step": 125_000, "steps": 375_000, "steps_per_epoch": 375_000}
+    order = TrainOrder(3_000_000, global_size=8, micro_size=4, seed=0, **where)
     rows = Rows(Counted(), None, training=True)  # type: ignore[arg-type]  # no row is padding, no task is asked
     began = time.perf_counter()
     batch = next(iter(DataLoader(rows, batch_sampler=order, collate_fn=list)))  # type: ignore[arg-type]
@@ -59,9 +68,31 @@ def test_starting_a_million_samples_in_reads_no_row_before() -> None:
     assert Counted.read == [row["id"] for row in batch] == list(epoch_order(3_000_000, 0, 0)[1_000_000:1_000_004])
 
 
+@given(st.integers(1, 60), SIZES, st.integers(0, 3))
+def test_a_tail_that_is_kept_gives_every_row_once_and_pads_its_step(
+    rows: int, sizes: tuple[int, int, int], seed: int
+) -> None:
+    global_size, micro, _ = sizes
+    per_epoch = -(-rows // global_size)
+    order = TrainOrder(
+        rows,
+        global_size=global_size,
+        micro_size=micro,
+        seed=seed,
+        first_step=0,
+        steps=2 * per_epoch,
+        steps_per_epoch=per_epoch,
+    )
+    batches = list(order)
+    assert len(batches) == len(order) == 2 * per_epoch * global_size // micro
+    for epoch in range(2):
+        real = [index for batch in batches for number, index in batch if number == epoch and index != PADDING]
+        assert sorted(real) == list(range(rows))
+
+
 def test_starting_at_a_step_continues_the_same_order() -> None:
-    whole = list(TrainOrder(30, global_size=8, micro_size=2, seed=1, first_step=0, steps=9))
-    rest = list(TrainOrder(30, global_size=8, micro_size=2, seed=1, first_step=5, steps=9))
+    whole = list(TrainOrder(30, global_size=8, micro_size=2, seed=1, first_step=0, steps=9, steps_per_epoch=3))
+    rest = list(TrainOrder(30, global_size=8, micro_size=2, seed=1, first_step=5, steps=9, steps_per_epoch=3))
     assert whole[5 * 4 :] == rest
 
 

@@ -1,0 +1,97 @@
+"""Precision is the recipe's: every profile computes, accumulates, scales and skips alike."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftcli.testing import run_on_cpu
+
+from .cells import cell, weights, write_inputs
+
+NAMES = ("sft-tied", "sft-lora", "text")
+MOST = {"bf16": 1e-4, "fp16": 1e-4, "bf16_pure": 2e-3}  # of the loss, relative; four to ten times what was seen
+HELD = {"bf16": "torch.float32", "fp16": "torch.float32", "bf16_pure": "torch.bfloat16"}
+FROZEN = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "bf16_pure": "torch.bfloat16"}
+TOO_LARGE = 2.0**130  # a float32 loss times this is infinite, and so is its gradient
+PROFILES = ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero2"))]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def train_in_every_precision(folder: Path) -> dict[str, Any]:
+    """Return losses, dtypes and, for fp16, what a loss scale that is too large did."""
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    found: dict[str, Any] = {}
+    for precision in MOST:
+        for name in NAMES:
+            run = prepare(cell(folder, name, precision=precision), cpu=True)
+            parameters = list(run.hardware.unwrap(run.model).parameters())
+            found[f"{precision} {name}"] = {
+                "held": {str(p.dtype) for p in parameters if p.requires_grad},
+                "frozen": {str(p.dtype) for p in parameters if not p.requires_grad},
+                "losses": [step.loss for step in steps(run)],
+            }
+    return found | {"skipped": overflow(folder)}
+
+
+def overflow(folder: Path) -> dict[str, Any]:
+    """Return what happens at each step when the loss scale starts far too large."""
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    run = prepare(cell(folder, "sft-tied", precision="fp16"), cpu=True)
+    assert run.hardware.loss_scale is not None
+    run.hardware.loss_scale.scale = TOO_LARGE
+    before, moved, norms = weights(run), [], []
+    for step in steps(run):
+        norms.append(step.grad_norm)
+        after = weights(run)
+        moved.append(any(not np.array_equal(before[name], after[name]) for name in before))
+        if step.number == 2:
+            run.hardware.loss_scale.scale = 2.0**10
+    scale = run.hardware.loss_scale
+    return {"finite": [math.isfinite(n) for n in norms], "moved": moved, "skipped": scale.skipped, "scale": scale.scale}
+
+
+@pytest.fixture(scope="module")
+def single(inputs: Path) -> dict[str, Any]:
+    return run_on_cpu(train_in_every_precision, inputs, processes=1, profile="single")[0]
+
+
+@pytest.fixture(scope="module", params=PROFILES)
+def found(request: pytest.FixtureRequest, inputs: Path) -> dict[str, Any]:
+    return run_on_cpu(train_in_every_precision, inputs, processes=2, profile=request.param)[0]
+
+
+@pytest.mark.parametrize("precision", MOST)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_curve_in_low_precision_does_not_depend_on_the_profile(
+    precision: str, name: str, single: dict[str, Any], found: dict[str, Any]
+) -> None:
+    wanted, other = single[f"{precision} {name}"], found[f"{precision} {name}"]
+    assert other["losses"] == pytest.approx(wanted["losses"], rel=MOST[precision])
+    assert other["held"] == wanted["held"] == {HELD[precision]}
+    assert other["frozen"] == wanted["frozen"] == ({FROZEN[precision]} if "lora" in name else set())
+
+
+def test_steps_whose_gradient_overflows_are_skipped_and_counted(single: dict[str, Any], found: dict[str, Any]) -> None:
+    assert single["skipped"] == {
+        "finite": [False, False, True, True],
+        "moved": [False, False, True, True],
+        "skipped": 2,
+        "scale": 2.0**10,
+    }
+    assert found["skipped"]["finite"] == single["skipped"]["finite"]
+    assert found["skipped"]["skipped"] == 2

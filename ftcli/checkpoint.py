@@ -4,7 +4,7 @@ The format is our own, on safetensors: each rank writes the stretches of flatten
 keys `kind/name@start`, and the headers of the files are the index. Any number of readers picks the stretches that
 overlap their own. torch.distributed.checkpoint does the same, but its index is a pickle (its safetensors writer cuts
 only where DTensors are cut), and DeepSpeed's flat partitions, which fit no DTensor, would have to be gathered first.
-Here nothing is gathered, no rank holds more on the host than one part file, and nothing is unpickled.
+Here nothing is gathered, a rank holds no more on the host than one part file twice, and nothing is unpickled.
 
 This module knows neither backends nor when a recipe may be resumed (resumption.py), nor what makes a folder a
 checkpoint (checkpoint_folder.py).

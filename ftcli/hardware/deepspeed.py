@@ -118,7 +118,11 @@ def slots(model: nn.Module, optimizer: Any) -> list[Slot]:
         groups = [zero.optimizer.param_groups[zero.sub_group_to_group_id[i]] for i in range(len(_masters(zero)))]
     else:
         groups = zero.optimizer.param_groups
-    return [Slot(group, flat, zero.optimizer.state[flat]) for group, flat in zip(groups, _masters(zero), strict=True)]
+    plainly = not isinstance(zero.optimizer, torch.optim.Adam)  # Accelerate swaps it where the profile offloads it
+    return [
+        Slot(group, flat, zero.optimizer.state[flat], plainly)
+        for group, flat in zip(groups, _masters(zero), strict=True)
+    ]
 
 
 def pieces(model: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Piece]:

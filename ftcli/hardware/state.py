@@ -36,6 +36,7 @@ class Slot:
     group: dict[str, Any]
     tensor: Tensor
     state: dict[str, Any]
+    counts_plainly: bool = False  # in a number, as DeepSpeed's AdamW for the CPU does, and not in a tensor
 
 
 def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -54,7 +55,7 @@ def make_missing(slots: list[Slot]) -> None:
         if slot.state:
             continue
         slot.state.update({kind: torch.zeros_like(slot.tensor) for kind in MOMENTS})
-        if "fused" not in slot.group:  # DeepSpeed's AdamW for the CPU counts in a plain number
+        if slot.counts_plainly:
             slot.state["step"] = 0
             continue
         on_device = slot.group["fused"] or slot.group["capturable"]

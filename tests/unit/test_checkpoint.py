@@ -91,7 +91,7 @@ def test_the_state_of_a_new_optimizer_is_made_as_its_first_step_would() -> None:
 
 
 def test_parameters_that_were_not_stepped_equally_often_are_an_error() -> None:
-    plain = [Slot({}, VALUES, {}), Slot({}, VALUES, {})]  # as DeepSpeed's optimizer for the CPU counts
+    plain = [Slot({"fused": None}, VALUES, {}, counts_plainly=True) for _ in range(2)]
     assert updates(plain) == 0
     make_missing(plain)
     set_updates(plain, 7)

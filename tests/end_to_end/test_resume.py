@@ -174,6 +174,16 @@ def test_a_finished_run_is_left_alone(train: Ftcli, finished: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in finished.rglob("*")} == before
 
 
+def test_a_run_that_was_killed_before_its_final_weights_still_writes_them(
+    train: Ftcli, finished: Path, never_stopped: Path
+) -> None:
+    shutil.rmtree(finished / "final")
+    RunFolder(finished).write_status("running", 8, 0)
+    code, said = train(finished, "--resume", "auto")
+    assert code == 0, said
+    assert_same_run(finished, never_stopped)
+
+
 def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file_and_auto_falls_back(
     train: Ftcli, finished: Path, never_stopped: Path
 ) -> None:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .errors import EXIT_DONE
+
 app = typer.Typer(
     name="ftcli",
     help="Fine-tune a model: a recipe says what is trained, a profile says on which hardware.",
@@ -99,7 +101,8 @@ def train(
     )
     if not launcher.is_launched():
         print(folder.path)
-        raise typer.Exit(folder.status()["exit_code"])  # a run that was stopped is not done: 1
+        # A run that was stopped is not done: 1. Without a shared disk, status.json is on the first machine only.
+        raise typer.Exit(folder.status().get("exit_code", EXIT_DONE))
 
 
 @app.command()
@@ -124,7 +127,14 @@ def parity(
     profiles: Annotated[
         str, typer.Option("--profiles", metavar="P,P,...", help="Names or files; the first is the reference.")
     ] = "single,ddp,fsdp,zero3",
-    num_processes: ProcessesOption = None,
+    num_processes: Annotated[
+        str | None,
+        typer.Option(
+            "--num-processes",
+            metavar="N,N,...",
+            help="Processes of every profile that is distributed; each with all of them. Default: all visible GPUs.",
+        ),
+    ] = None,
     micro_sizes: Annotated[
         str | None,
         typer.Option(
@@ -149,7 +159,7 @@ def parity(
     report = module.compare_profiles(
         recipe,
         profiles.split(","),
-        num_processes=num_processes,
+        num_processes=_numbers(num_processes),
         micro_sizes=_numbers(micro_sizes),
         steps=steps,
         cpu=cpu,

@@ -12,12 +12,12 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .devices import check_devices, count_cores, count_processes
 from .errors import InputError, Problem
+from .machines import ONE_MACHINE, Machines, machine_problems
 from .run_folder import RunFolder
 from .supervision import LaunchError, say, supervise
 
@@ -83,7 +83,7 @@ def train(
     of the run folder, if there is any) or the folder of a checkpoint or a run; a run that is done is left alone.
     `resume_anyway` accepts a recipe that gives another curve. `record_start` is what `parity` asks of its runs.
     """
-    from .planning import check_inputs, check_trackers, derive_plan
+    from .planning import check_inputs, check_trackers, derive_plan, derive_shards
     from .profiles import check_pair
     from .recipe_file import run_output
     from .resumption import AUTO, NEVER, belongs_to, find_start, is_done
@@ -93,13 +93,16 @@ def train(
     if problems := check_trackers(loaded) + ([] if chosen is None else check_pair(loaded, chosen)):
         raise InputError(problems)
     folder = RunFolder(run_output(recipe if isinstance(recipe, str | Path) else loaded.task, loaded, output))
+    machines = Machines.of(chosen, num_machines, machine_rank, main_process_ip, main_process_port)
     if dry_run and "FTCLI_LAUNCHED" not in os.environ:
-        folder = folder.beside_for_rehearsal()
+        folder = folder.beside_for_rehearsal(clear=machines.rank == 0)
     resume = NEVER if dry_run else str(resume)
     start = find_start(folder, loaded, resume, anyway=resume_anyway)
     if start is not None and is_done(folder, loaded, start):
-        say(f"ftcli: {folder.path} is done at step {folder.status()['step']}: nothing is left to resume")
+        if os.environ.get("RANK", "0") == "0":
+            say(f"ftcli: {folder.path} is done at step {folder.status()['step']}: nothing is left to resume")
         return folder
+    resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
     if chosen is None or is_launched():
         from .run import work
 
@@ -114,22 +117,22 @@ def train(
             cpu=cpu,
             dry_run=dry_run,
             record_start=record_start,
-            resume=resume,
+            resuming=resuming,
             start=start,
             resume_anyway=resume_anyway,
         )
         return folder
-    machines = Machines.of(chosen, num_machines, machine_rank, main_process_ip, main_process_port)
     world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines.count)
     if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
         raise InputError(problems)
     derive_plan(loaded, world)
+    derive_shards(*chosen.mesh, world)
     check_inputs(loaded)
     if num_processes is None and cpu and world > 1:
         say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
     if machines.rank == 0:
-        folder.claim(resuming=resume == AUTO or (start is not None and belongs_to(folder, start)))
-    worker = ["train", _file_for_workers(recipe, folder), *(f"--set={override}" for override in overrides)]
+        folder.claim(resuming=resuming)
+    worker = ["train", _file_for_workers(recipe, folder, machines), *(f"--set={override}" for override in overrides)]
     worker += ["--output", str(folder.path)] + ["--cpu"] * cpu + ["--dry-run"] * dry_run
     worker += ["--record-start"] * record_start + ["--resume-anyway"] * resume_anyway
     worker += [] if start is None else ["--resume", str(start.resolve())]
@@ -159,6 +162,8 @@ def evaluate_target(
     evaluation.json into the folder. Raises `InputError` when there is no run, `LaunchError` when processes
     fail.
     """
+    from .planning import derive_shards
+
     folder = RunFolder(target)
     if not (folder.path / "recipe.yaml").exists():
         raise InputError(f"{folder.path} holds no run", hint="give the folder that --output named")
@@ -175,6 +180,7 @@ def evaluate_target(
     world = count_processes(chosen, num_processes, cpu=cpu)
     if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
         raise InputError(problems)
+    derive_shards(*chosen.mesh, world)
     worker = ["evaluate", str(folder.path)] + ["--cpu"] * cpu
     launch(
         worker,
@@ -189,34 +195,13 @@ def evaluate_target(
     return metrics
 
 
-@dataclass(frozen=True)
-class Machines:
-    """How many machines take part, which one this is, and where rank 0 listens."""
-
-    count: int = 1
-    rank: int = 0
-    main_ip: str | None = None
-    main_port: int | None = None
-
-    @classmethod
-    def of(cls, profile: Profile, count: int, rank: int, ip: str | None, port: int | None) -> Machines:
-        """Return what the command line says; what it leaves open a multi-machine profile may fix."""
-        values = profile.values
-        return cls(
-            count=count if count != 1 else profile.num_machines,
-            rank=rank or int(values.get("machine_rank") or 0),
-            main_ip=ip or values.get("main_process_ip"),
-            main_port=port or values.get("main_process_port"),
-        )
-
-
 def launch(
     worker_arguments: Sequence[str],
     *,
     profile: Profile,
     num_processes: int,
     folder: RunFolder,
-    machines: Machines = Machines(),
+    machines: Machines = ONE_MACHINE,
     cpu: bool = False,
     launch_arguments: Sequence[str] = (),
     result: str = "status.json",
@@ -239,14 +224,21 @@ def launch(
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     port = ["--main_process_port", "0"] if machines.count == 1 and machines.main_port is None else []
     command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *port, *shown[2:]]
-    supervise(command, folder=folder, environment=environment, result=result if machines.rank == 0 else None)
+    is_first = machines.rank == 0  # the folder may be shared by all machines
+    supervise(
+        command,
+        folder=folder,
+        environment=environment,
+        result=result if is_first else None,
+        owns_folder=is_first,
+    )
 
 
 def launch_line(
     worker_arguments: Sequence[str],
     profile: Profile,
     num_processes: int,
-    machines: Machines = Machines(),
+    machines: Machines = ONE_MACHINE,
     launch_arguments: Sequence[str] = (),
 ) -> list[str]:
     """Return the bare `accelerate launch` command that does the same as ftcli's launcher."""
@@ -257,6 +249,8 @@ def launch_line(
         line += ["--main_process_ip", machines.main_ip]
     if machines.main_port is not None:
         line += ["--main_process_port", str(machines.main_port)]
+    if machines.rendezvous != "static":  # Accelerate drops the profile's: its own default wins
+        line += ["--rdzv_backend", machines.rendezvous]
     return [*line, *launch_arguments, "-m", "ftcli", *worker_arguments]
 
 
@@ -296,20 +290,8 @@ def _launch_problems(
     profile: Profile, world: int, machines: Machines, launch_arguments: Sequence[str], *, cpu: bool
 ) -> list[Problem]:
     """Return every reason not to launch that can be known before anything starts."""
-    problems = check_devices(profile, world, cpu=cpu, num_machines=machines.count) + _owned(launch_arguments)
-    if machines.count < 1 or not 0 <= machines.rank < max(machines.count, 1):
-        what = f"--machine-rank {machines.rank} of --num-machines {machines.count}"
-        problems.append(Problem(what, hint="ranks count from 0 to the number of machines - 1"))
-    elif machines.count > 1:
-        if profile.distributed_type == "NO":
-            problems.append(Problem(f"profile {profile.name} runs on one machine", hint="choose a distributed one"))
-        if world % machines.count:
-            what = f"{world} processes cannot be shared out over {machines.count} machines"
-            problems.append(Problem(what, hint="--num-processes counts the processes of all machines"))
-        if machines.main_ip is None or machines.main_port is None:
-            what = "several machines need --main-process-ip and --main-process-port"
-            problems.append(Problem(what, hint="address of machine 0, and a free port there; the same on all"))
-    return problems
+    problems = check_devices(profile, world, cpu=cpu, num_machines=machines.count)
+    return problems + _owned(launch_arguments) + machine_problems(profile, world, machines)
 
 
 def _owned(launch_arguments: Sequence[str]) -> list[Problem]:
@@ -348,15 +330,17 @@ def _load(recipe: str | Path | Recipe, overrides: Sequence[str]) -> Recipe:
     return recipe
 
 
-def _file_for_workers(recipe: str | Path | Recipe, folder: RunFolder) -> str:
+def _file_for_workers(recipe: str | Path | Recipe, folder: RunFolder, machines: Machines) -> str:
     """Return the path of the recipe for the workers; a Recipe object is written into the run folder."""
     from .recipe_file import dump_recipe, find_recipe
 
     if isinstance(recipe, str | Path):
         return str(find_recipe(recipe))
-    folder.write_text("recipe.yaml", dump_recipe(recipe))
-    folder.write_status("running", 0, 0)  # so that a launch that fails at once does not block the next one
-    return str(folder.path / "recipe.yaml")
+    name = "recipe.yaml" if machines.rank == 0 else f"recipe-of-machine-{machines.rank}.yaml"
+    folder.write_text(name, dump_recipe(recipe))
+    if machines.rank == 0:
+        folder.write_status("running", 0, 0)  # so that a launch that fails at once does not block the next one
+    return str(folder.path / name)
 
 
 def _import_path() -> list[str]:

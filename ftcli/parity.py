@@ -149,7 +149,7 @@ def compare_profiles(
     recipe: str | Path,
     profiles: Sequence[str | Path],
     *,
-    num_processes: int | None = None,
+    num_processes: Sequence[int] = (),
     micro_sizes: Sequence[int] = (),
     steps: int | None = None,
     cpu: bool = False,
@@ -159,8 +159,8 @@ def compare_profiles(
     """Train a recipe under every profile and micro size, and return how far each curve is from the first one's.
 
     Without `micro_sizes` every profile runs at the recipe's, and the first once more at a smaller one: a loss that is
-    a mean where a sum is due shows nowhere else. `num_processes` counts the processes of every profile that is
-    distributed. Writes the runs, parity.json, parity.txt and curves.png into `output`, a new folder (default:
+    a mean where a sum is due shows nowhere else. Every profile that is distributed runs on each of `num_processes`.
+    Writes the runs, parity.json, parity.txt and curves.png into `output`, a new folder (default:
     runs/<recipe>-parity). Raises `InputError` before anything runs for what the user can mend, and `LaunchError`
     when a run fails.
     """
@@ -193,7 +193,7 @@ def compare_profiles(
 def combinations(
     recipe: Recipe,
     profiles: Sequence[str | Path],
-    num_processes: int | None,
+    num_processes: Sequence[int],
     micro_sizes: Sequence[int],
     *,
     cpu: bool,
@@ -205,13 +205,14 @@ def combinations(
     problems: list[Problem] = []
     planned: list[Combination] = []
     for profile in map(load_profile, profiles):
-        alone = profile.distributed_type == "NO"
-        world = count_processes(profile, None if alone else num_processes, cpu=cpu)
-        problems += check_pair(recipe, profile) + check_devices(profile, world, cpu=cpu)
-        for size in micro_sizes or (recipe.batch.micro_size,):
-            batch = recipe.batch.model_copy(update={"micro_size": size})
-            plan = derive_plan(recipe.model_copy(update={"batch": batch}), world)
-            planned.append(Combination(profile, world, size, plan.micro_size))
+        problems += check_pair(recipe, profile)
+        wanted = () if profile.distributed_type == "NO" else num_processes
+        for world in [count_processes(profile, count, cpu=cpu) for count in wanted or (None,)]:
+            problems += check_devices(profile, world, cpu=cpu)
+            for size in micro_sizes or (recipe.batch.micro_size,):
+                batch = recipe.batch.model_copy(update={"micro_size": size})
+                plan = derive_plan(recipe.model_copy(update={"batch": batch}), world)
+                planned.append(Combination(profile, world, size, plan.micro_size))
     labels = [combination.folder for combination in planned]
     if twice := {label for label in labels if labels.count(label) > 1}:
         problems.append(Problem(f"{', '.join(sorted(twice))} would run twice", hint="name each profile and size once"))

@@ -52,6 +52,30 @@ def derive_batches(global_size: int, micro_size: int, processes: int) -> tuple[i
     return micro, share // micro
 
 
+def derive_shards(copies: int, shards: int, processes: int) -> int:
+    """Return how many processes share one of `copies` copies of the model; `shards` 1 leaves it open.
+
+    Raises `InputError` naming the profile's key when the processes cannot be laid out like that.
+    """
+    key = "parallelism_config_dp_replicate_size"
+    if shards > 1 and copies * shards != processes:
+        raise InputError(
+            f"{key} {copies} x parallelism_config_dp_shard_size {shards} is not {processes} processes",
+            hint=f"use --num-processes {copies * shards}, or delete the shard size: it then follows from the processes",
+        )
+    if processes % copies:
+        raise InputError(
+            f"{processes} processes cannot be shared out over {copies} copies of the model ({key})",
+            hint=f"use a multiple of {copies} for --num-processes, or another {key}",
+        )
+    if copies > 1 and processes == copies:
+        raise InputError(
+            f"{key} {copies} leaves one process for each copy of the model, so there is nothing to shard",
+            hint=f"use --num-processes {2 * copies} or more, or the profile ddp",
+        )
+    return processes // copies
+
+
 def derive_steps(
     train: Train, rows: int | None, global_size: int, *, drop_last: bool = True
 ) -> tuple[int | None, int | None]:
@@ -178,11 +202,16 @@ def check(
         raise InputError(problems)
     check_inputs(loaded)
     counts = known_rows(loaded)
-    world = count_processes(chosen, num_processes, cpu=cpu)
+    machines = 1 if chosen is None else chosen.num_machines
+    world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines)
+    if chosen is not None:
+        derive_shards(*chosen.mesh, world)
     plan = derive_plan(loaded, world, counts["train"] if counts else None)
     facts, notes = _size_facts(loaded)
     notes += _exactness_notes(loaded)
-    notes += [f"{problem.what} ({problem.hint})" for problem in check_devices(chosen, world, cpu=cpu)]
+    notes += [
+        f"{problem.what} ({problem.hint})" for problem in check_devices(chosen, world, cpu=cpu, num_machines=machines)
+    ]
     if chosen is None:
         notes.append("no profile: trains in one process, on the GPU if there is one")
     return Report(str(path), "none" if chosen is None else chosen.name, plan, facts, notes)

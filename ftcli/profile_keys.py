@@ -24,7 +24,7 @@ TOP: dict[str, Kind] = {
     "gpu_ids": TEXT,
     "main_process_ip": TEXT,
     "main_process_port": INT,
-    "rdzv_backend": TEXT,
+    "rdzv_backend": ("static", "c10d"),  # dropped by accelerate launch; our launcher passes it on
     "same_network": BOOL,
     "main_training_function": TEXT,
     "enable_cpu_affinity": BOOL,

@@ -55,6 +55,14 @@ class Profile:
         """Machines that the file asks for; 1 unless it says otherwise."""
         return int(self.values.get("num_machines") or 1)
 
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """(Copies of the model, processes per copy); 1 processes per copy is what planning.derive_shards fills in."""
+        section = self.values.get("parallelism_config") or {}
+        sizes = (section.get(f"parallelism_config_dp_{name}_size") or 1 for name in ("replicate", "shard"))
+        copies, shards = sizes
+        return int(copies), int(shards)
+
     def as_yaml(self) -> str:
         """Return the profile as the run folder keeps it: a file that `load_profile` takes."""
         return f"# profile {self.name}, source: {self.source}\n{dump_document(self.values)}"

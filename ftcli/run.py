@@ -21,7 +21,7 @@ from .faults import StopRequest, ignore_signals_in_workers, record_failure, watc
 from .planning import Plan, derive_plan
 from .recipe import Recipe
 from .recipe_file import dump_recipe, load_recipe
-from .resumption import AUTO, NEVER, belongs_to, check_rows
+from .resumption import belongs_to, check_rows
 from .run_folder import DRY_RUN, ORIGIN, START, RunFolder, describe_environment
 from .sampling import PADDING, EvalOrder, Key, TrainOrder, seed_of
 
@@ -270,21 +270,20 @@ def work(
     cpu: bool = False,
     dry_run: bool = False,
     record_start: bool = False,
-    resume: str = NEVER,
+    resuming: bool = False,
     start: Path | None = None,
     resume_anyway: bool = False,
 ) -> None:
     """Train as one process of a run, from claimed folder to final weights: what every form of launch ends in.
 
-    `start` is the checkpoint that `resume` led to. With `record_start` start.json holds a digest of every trained
-    weight as it was before the first step.
+    `start` is the checkpoint to go on from; `resuming` says that the folder may hold the run's beginning. With
+    `record_start` start.json holds a digest of every trained weight as it was before the first step.
     """
     from .loop import train
 
     folder = RunFolder(output)
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main and "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
-        resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
         folder.claim(resuming=resuming)  # before failures are recorded: a refusal must leave no trace in another's run
     with record_failure(folder):
         watch_parent()

@@ -69,10 +69,10 @@ class RunFolder:
         for stale in (self.stop_file, *self.errors.glob("rank-*.json")):
             stale.unlink(missing_ok=True)
 
-    def beside_for_rehearsal(self) -> RunFolder:
-        """Return the folder of a dry run, beside the real run's; what an earlier dry run left there is removed."""
+    def beside_for_rehearsal(self, *, clear: bool = True) -> RunFolder:
+        """Return the folder of a dry run, beside the real run's; `clear` removes what an earlier one left there."""
         beside = RunFolder(self.path.with_name(f"{self.path.name}-dry-run"))
-        if (beside.path / DRY_RUN).exists() and os.environ.get("RANK", "0") == "0":
+        if clear and (beside.path / DRY_RUN).exists() and os.environ.get("RANK", "0") == "0":
             shutil.rmtree(beside.path)
         return beside
 

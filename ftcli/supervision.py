@@ -55,28 +55,40 @@ def supervise(
     folder: RunFolder,
     environment: Mapping[str, str] | None = None,
     result: str | None = "status.json",
+    owns_folder: bool = True,
 ) -> None:
     """Run `command` in a session of its own, to the end of all its processes; `LaunchError` if it failed.
 
     The first SIGINT, SIGTERM or SIGUSR1 writes the file `stop` into `folder`, a second ends everything. The
     verdict is the file `result`, written anew into the folder by the command (status.json must also say done
     or stopped); with `result` None it is the command's exit code. A failure recorded in errors/ always
-    counts.
+    counts. On a machine that is not the first, the folder may be shared and is another's: it is then not
+    cleared, failures that stand there already are an earlier run's, and status.json is not written.
     """
-    _clear(folder)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if owns_folder:
+        _clear(folder)
+    stale = failure_records(folder)
     before = _stamp(folder, result)
     token = uuid.uuid4().hex
     with _Signals() as signals:
         child = _start(command, _child_environment(token, environment or {}))
         relay = _Relay(child)
         try:
-            code = _wait(child, relay, signals, folder)
+            code = _wait(child, relay, signals, folder, stale)
         finally:
             end_processes(token)
             child.wait()
             relay.finish()
             folder.stop_file.unlink(missing_ok=True)
-    _judge(folder, result, before, code, signals.names)
+    records = [record for record in failure_records(folder) if record not in stale]
+    try:
+        _judge(folder, result, before, code, signals.names, records)
+    except LaunchError as error:
+        status = folder.status()
+        if owns_folder and status.get("state") == "running":  # the ranks did not come to say so
+            folder.write_status("failed", status["step"], error.exit_code, str(error))
+        raise
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -164,7 +176,13 @@ class _Relay:
         self.pass_on(timeout=0.01)
 
 
-def _wait(child: subprocess.Popen[bytes], relay: _Relay, signals: _Signals, folder: RunFolder) -> int | None:
+def _wait(
+    child: subprocess.Popen[bytes],
+    relay: _Relay,
+    signals: _Signals,
+    folder: RunFolder,
+    stale: list[dict[str, Any]],
+) -> int | None:
     """Wait for the child's exit code; None when we must end it: a second signal, or ranks that hang."""
     is_stopping, failed_at, next_look = False, None, 0.0
     while child.poll() is None:
@@ -180,7 +198,7 @@ def _wait(child: subprocess.Popen[bytes], relay: _Relay, signals: _Signals, fold
             return None
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + 1.0
-            if failed_at is None and failure_records(folder):
+            if failed_at is None and any(record not in stale for record in failure_records(folder)):
                 failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > FAILURE_GRACE_SECONDS:
             say("ftcli: a rank has failed and others hang: ending all processes")
@@ -216,7 +234,6 @@ def end_processes(token: str) -> None:
 
 def _clear(folder: RunFolder) -> None:
     """Remove what an earlier launch into this folder may have left: it must not stop or fail this one."""
-    folder.path.mkdir(parents=True, exist_ok=True)
     for stale in (folder.stop_file, *folder.errors.glob("rank-*.json")):
         stale.unlink(missing_ok=True)
 
@@ -234,36 +251,33 @@ def _judge(
     before: tuple[int, int] | None,
     code: int | None,
     signals: list[str],
+    records: list[dict[str, Any]],
 ) -> None:
     """Return if the run succeeded; else print the reason as the last lines of stderr and raise."""
     is_fresh = _stamp(folder, result) not in (None, before)
     status = folder.status() if is_fresh and result == "status.json" else {}
-    if records := failure_records(folder):
+    if records:
         first = records[0]
         if first["exit_code"] != EXIT_INPUT:
             say(f"\n{first['traceback'].rstrip()}")
-        raise _failure(folder, f"rank {first['rank']}: {first['message']}", first["exit_code"])
+        raise _failure(f"rank {first['rank']}: {first['message']}", first["exit_code"])
     if len(signals) > 1 and code is None:
-        raise _failure(folder, f"ended by a second signal ({signals[1]})")
+        raise _failure(f"ended by a second signal ({signals[1]})")
     if status.get("state") == "failed":
-        raise _failure(folder, status["error"], status["exit_code"] or EXIT_FAILED)
+        raise _failure(status["error"], status["exit_code"] or EXIT_FAILED)
     is_done = status.get("state") in ("done", "stopped") if result == "status.json" else is_fresh
     if code == 0 if result is None else is_done:
         if code != 0:
             say(f"ftcli: the launcher ended with code {code}, but all work was done and written before")
         return
     raise _failure(
-        folder,
         f"the launched processes ended (code {code}) without a result and without recording an error; what "
         "they printed stands above. A process that the system kills, for instance for lack of host memory, "
         "ends like this.",
     )
 
 
-def _failure(folder: RunFolder, message: str, exit_code: int = EXIT_FAILED) -> LaunchError:
-    """Print the reason and return it as an error; a status left at running becomes failed."""
-    status = folder.status()
-    if status.get("state") == "running":
-        folder.write_status("failed", status["step"], exit_code, message)
+def _failure(message: str, exit_code: int = EXIT_FAILED) -> LaunchError:
+    """Print the reason and return it as an error."""
     say(message)
     return LaunchError(message, exit_code)

@@ -152,7 +152,8 @@ def profile_environment(profile: str, processes: int = 2) -> dict[str, str]:
         _, exported = prepare_deepspeed_cmd_env(arguments)
     else:
         exported = prepare_multi_gpu_env(arguments)
-    return {name: value for name, value in exported.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+    return {name: value for name, value in exported.items() if name.startswith(prefixes)}
 
 
 def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, profile: str = "ddp") -> list[Any]:

@@ -33,6 +33,8 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
     config["gradient_clipping"] = recipe.optimizer.max_grad_norm or 0.0  # 0: DeepSpeed does not clip
     if recipe.precision == "bf16_pure":  # never under bf16: it would make the float32 weights out of rounded ones
         config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    # An optimizer on the host stays ours: Accelerate would swap in DeepSpeed's, compiled at run time.
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,37 @@ def options() -> dict[str, Any]:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())}
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
+    return {"fsdp_plugin": plugin, **_mesh()}
+
+
+def _mesh() -> dict[str, Any]:
+    """Return the layout of copies and shards when the profile has several copies of the model; else nothing.
+
+    Neighbouring ranks share a copy, so that shards stay inside a machine. Accelerate wants both sizes.
+    """
+    from accelerate.utils import ParallelismConfig
+
+    from ..planning import derive_shards
+
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return {}
+    copies, shards = (int(os.environ.get(f"PARALLELISM_CONFIG_DP_{n}_SIZE", "1")) for n in ("REPLICATE", "SHARD"))
+    shards = derive_shards(copies, shards, int(os.environ.get("WORLD_SIZE", "1")))
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)}
 
 
 def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
-    """Nothing to settle after the Accelerator exists."""
+    """Keep host shards out of pinned memory in a rehearsal: pinning needs a GPU.
+
+    On GPUs they are pinned, and Accelerate has given the process group gloo beside NCCL, for the norm of gradients
+    that are on the host.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    plugin = accelerator.state.fsdp_plugin
+    if accelerator.device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 
 
 def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:

@@ -26,6 +26,7 @@ LIGHT_MODULES = [
     "comparison",
     "curves",
     "launcher",
+    "machines",
     "supervision",
     "devices",
     "listing",

@@ -12,7 +12,17 @@ from ftcli.testing import run_on_cpu
 
 from .cells import CELLS, STEPS, cell, train_cells, write_inputs
 
-WANTED = {"ddp": "MULTI_CPU", "fsdp": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+WANTED = {
+    "ddp": "MULTI_CPU",
+    "fsdp": "FSDP",
+    "fsdp_offload": "FSDP",
+    "hsdp": "FSDP",
+    "zero2": "DEEPSPEED",
+    "zero3": "DEEPSPEED",
+    "zero3_offload": "DEEPSPEED",
+}
+PROCESSES = {name: 4 if name == "hsdp" else 2 for name in WANTED}  # two copies, each in two shards
+FAST = ("ddp", "fsdp", "zero3")
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +37,25 @@ def single(inputs: Path) -> dict[str, Any]:
     return run_on_cpu(train_cells, inputs, list(CELLS), processes=1, profile="single")[0]
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
+@pytest.fixture(
+    scope="module", params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in WANTED]
+)
 def profile(request: pytest.FixtureRequest, inputs: Path) -> tuple[str, list[dict[str, Any]]]:
-    return request.param, run_on_cpu(train_cells, inputs, list(CELLS), processes=2, profile=request.param)
+    processes = PROCESSES[request.param]
+    return request.param, run_on_cpu(train_cells, inputs, list(CELLS), processes=processes, profile=request.param)
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_two_processes_follow_the_curve_of_one(
+def test_several_processes_follow_the_curve_of_one(
     name: str, single: dict[str, Any], profile: tuple[str, list[dict[str, Any]]]
 ) -> None:
     kind, ranks = profile
     wanted, found = single[name], ranks[0][name]
     assert found["type"] == WANTED[kind]
     assert_same_curve(wanted, found)
-    assert ranks[1][name]["rows"] == found["rows"]
-    assert ranks[1][name]["eval"] == found["eval"]
+    for other in ranks[1:]:
+        assert other[name]["rows"] == found["rows"]
+        assert other[name]["eval"] == found["eval"]
 
 
 def assert_same_curve(wanted: dict[str, Any], found: dict[str, Any]) -> None:
@@ -79,6 +93,42 @@ def test_machine_hints_do_not_move_the_curve(inputs: Path, single: dict[str, Any
     for name in ("sft-tied", "sft-lora"):
         recomputed = run_on_cpu(train_cells, inputs, [name], {"model": model}, processes=1, profile="single")[0]
         assert_same_curve(single[name], recomputed[name])
+
+
+@pytest.mark.slow
+def test_what_a_profile_says_of_shards_and_of_the_host_is_what_runs(inputs: Path) -> None:
+    ranks = run_on_cpu(look_at_shards, inputs, processes=4, profile="hsdp")
+    assert [rank["mesh"] for rank in ranks] == [(2, 2)] * 4
+    assert ranks[0]["shard"] == ranks[2]["shard"] and ranks[1]["shard"] == ranks[3]["shard"] != ranks[0]["shard"]
+    assert run_on_cpu(look_at_shards, inputs, processes=2, profile="fsdp")[0]["offload"] == "OffloadPolicy"
+    assert run_on_cpu(look_at_shards, inputs, processes=2, profile="fsdp_offload")[0]["offload"] == "CPUOffloadPolicy"
+    found = run_on_cpu(look_at_engine, inputs, processes=2, profile="zero3_offload")[0]
+    assert found == {"optimizer": "torch.optim.adamw.AdamW", "optimizer on": "cpu", "weights on": "cpu"}
+
+
+def look_at_shards(folder: Path) -> dict[str, Any]:
+    from ftcli.run import prepare
+
+    run = prepare(cell(folder, "sft-untied"), cpu=True)
+    first: Any = next(run.model.parameters())
+    mesh, shard = tuple(first.device_mesh.mesh.shape), first.to_local().detach().sum().item()
+    return {
+        "mesh": mesh,
+        "shard": shard,
+        "offload": type(run.hardware.accelerator.state.fsdp_plugin.cpu_offload).__name__,
+    }
+
+
+def look_at_engine(folder: Path) -> dict[str, str]:
+    from ftcli.run import prepare
+
+    engine: Any = prepare(cell(folder, "sft-untied"), cpu=True).model
+    inner = type(engine.optimizer.optimizer)
+    return {
+        "optimizer": f"{inner.__module__}.{inner.__qualname__}",
+        "optimizer on": str(engine.zero_offload_optimizer().device),
+        "weights on": str(engine.zero_offload_param().device),
+    }
 
 
 def test_a_recipe_prepared_twice_in_one_process_gives_the_same_curve(inputs: Path) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ftcli import launcher
+from ftcli import launcher, planning
 from ftcli.devices import check_devices, count_gpus, count_processes
 from ftcli.errors import InputError
 from ftcli.launcher import Machines
 from ftcli.profiles import Profile, load_profile
-from ftcli.run_folder import RunFolder
+from ftcli.recipe_file import load_recipe
+from ftcli.run_folder import DRY_RUN, RunFolder
 from ftcli.supervision import LaunchError, supervise
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +138,29 @@ def test_the_launch_line_is_plain_accelerate() -> None:
     )
 
 
+def test_the_rendezvous_that_the_profile_names_is_on_the_launch_line() -> None:
+    Path("two.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nrdzv_backend: c10d\n")
+    profile = load_profile("two.yaml")
+    machines = Machines.of(profile, 1, 1, "10.0.0.1", 29400)
+    assert "--rdzv_backend c10d -m ftcli" in shlex.join(launcher.launch_line(["train"], profile, 2, machines))
+
+
+def test_another_machine_than_the_first_leaves_the_shared_folder_alone(recipe: Path, four_gpus: None) -> None:
+    dry = Path("runs/tiny-dry-run")
+    dry.mkdir(parents=True)
+    (dry / DRY_RUN).write_text("")
+    for rank, stays in ((1, True), (0, False)):
+        with pytest.raises(InputError, match="several machines need"):
+            launcher.train(recipe, "ddp", num_machines=2, machine_rank=rank, num_processes=2, dry_run=True)
+        assert dry.exists() is stays
+    folder = RunFolder("runs/object")
+    first, second = (launcher._file_for_workers(load_recipe(recipe), folder, Machines(2, rank)) for rank in (0, 1))
+    assert Path(first).name == "recipe.yaml" and Path(second).read_text() == Path(first).read_text()
+    (folder.path / "status.json").unlink()
+    launcher._file_for_workers(load_recipe(recipe), folder, Machines(2, 1))
+    assert folder.status() == {}
+
+
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [
@@ -181,6 +205,29 @@ def test_machines_that_the_profile_fixes_count_too(recipe: Path, four_gpus: None
     assert Machines.of(profile, 1, 0, "10.0.0.1", 29400) == Machines(2, 1, "10.0.0.1", 29400)
     with pytest.raises(InputError, match="several machines need --main-process-ip"):
         launcher.train(recipe, "two.yaml")
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        (3, "3 processes cannot be shared out over 2 copies of the model .parallelism_config_dp_replicate_size."),
+        (2, "leaves one process for each copy of the model"),
+    ],
+)
+def test_processes_that_do_not_fit_the_copies_are_refused_and_the_key_named(
+    recipe: Path, processes: int, message: str
+) -> None:
+    for verb in (launcher.train, planning.check):
+        with pytest.raises(InputError, match=message):
+            verb(recipe, "hsdp", num_processes=processes, cpu=True, overrides=["batch.global_size=12"])
+    assert not Path("runs").exists()
+    assert planning.check(recipe, "hsdp", num_processes=4, cpu=True).plan.processes == 4
+
+
+def test_check_counts_the_machines_of_a_profile(recipe: Path, four_gpus: None) -> None:
+    report = planning.check(recipe, "ddp_multi_node", overrides=["batch.global_size=8"])
+    assert report.plan.processes == 8
+    assert not any("visible GPU" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(

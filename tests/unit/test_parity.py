@@ -126,13 +126,23 @@ def a_recipe(tmp_path: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate(values | changes)
 
 
-def labels(tmp_path: Path, profiles: list[str], processes: int | None, sizes: list[int]) -> list[str]:
+def labels(tmp_path: Path, profiles: list[str], processes: list[int], sizes: list[int]) -> list[str]:
     planned = parity.combinations(a_recipe(tmp_path), profiles, processes, sizes, cpu=True)
     return [combination.label for combination in planned]
 
 
+def test_every_distributed_profile_runs_on_every_number_of_processes(tmp_path: Path) -> None:
+    assert labels(tmp_path, ["single", "ddp", "fsdp"], [2, 3], [4]) == [
+        "single x1, micro 4",
+        "ddp x2, micro 4",
+        "ddp x3, micro 4",
+        "fsdp x2, micro 4",
+        "fsdp x3, micro 4",
+    ]
+
+
 def test_every_profile_runs_at_every_micro_size(tmp_path: Path) -> None:
-    assert labels(tmp_path, ["single", "ddp"], 3, [4, 1]) == [
+    assert labels(tmp_path, ["single", "ddp"], [3], [4, 1]) == [
         "single x1, micro 4",
         "single x1, micro 1",
         "ddp x3, micro 4",
@@ -141,7 +151,7 @@ def test_every_profile_runs_at_every_micro_size(tmp_path: Path) -> None:
 
 
 def test_without_micro_sizes_the_first_profile_runs_at_a_smaller_one_too(tmp_path: Path) -> None:
-    assert labels(tmp_path, ["single", "ddp"], 2, []) == [
+    assert labels(tmp_path, ["single", "ddp"], [2], []) == [
         "single x1, micro 4",
         "ddp x2, micro 4",
         "single x1, micro 3",
@@ -151,14 +161,14 @@ def test_without_micro_sizes_the_first_profile_runs_at_a_smaller_one_too(tmp_pat
 @pytest.mark.parametrize(
     ("profiles", "processes", "sizes", "told"),
     [
-        (["single"], None, [4], "one run cannot be compared"),
-        (["ddp", "ddp"], 2, [], "ddp-x2-micro-4 would run twice"),
-        (["single", "ddp"], 5, [], "batch.global_size 12 cannot be shared out over 5 processes"),
-        (["single", "dpd"], 2, [], "no profile 'dpd'"),
+        (["single"], [], [4], "one run cannot be compared"),
+        (["ddp", "ddp"], [2], [], "ddp-x2-micro-4 would run twice"),
+        (["single", "ddp"], [5], [], "batch.global_size 12 cannot be shared out over 5 processes"),
+        (["single", "dpd"], [2], [], "no profile 'dpd'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(
-    profiles: list[str], processes: int | None, sizes: list[int], told: str, tmp_path: Path
+    profiles: list[str], processes: list[int], sizes: list[int], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=told):
         labels(tmp_path, profiles, processes, sizes)

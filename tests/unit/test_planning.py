@@ -7,8 +7,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcli.errors import InputError
-from ftcli.planning import derive_batches, derive_steps
+from ftcli.planning import derive_batches, derive_shards, derive_steps
 from ftcli.recipe import Train
+
+
+@pytest.mark.parametrize(
+    ("copies", "shards", "processes", "expected"),
+    [(1, 1, 1, 1), (1, 1, 8, 8), (2, 1, 4, 2), (2, 1, 16, 8), (2, 2, 4, 2), (1, 4, 4, 4)],
+)
+def test_a_copy_is_sharded_over_the_processes_that_the_copies_leave(
+    copies: int, shards: int, processes: int, expected: int
+) -> None:
+    assert derive_shards(copies, shards, processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("copies", "shards", "processes", "message", "hint"),
+    [
+        (2, 1, 3, "3 processes cannot be shared out over 2 copies", "use a multiple of 2 for --num-processes"),
+        (2, 1, 2, "leaves one process for each copy", "use --num-processes 4 or more, or the profile ddp"),
+        (2, 4, 4, "parallelism_config_dp_shard_size 4 is not 4 processes", "use --num-processes 8, or delete"),
+        (1, 2, 4, "parallelism_config_dp_shard_size 2 is not 4 processes", "use --num-processes 2, or delete"),
+    ],
+)
+def test_copies_and_shards_that_are_not_the_processes_are_refused(
+    copies: int, shards: int, processes: int, message: str, hint: str
+) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        derive_shards(copies, shards, processes)
+    assert caught.value.problems[0].hint.startswith(hint)
+    assert "parallelism_config_dp_replicate_size" in caught.value.problems[0].what
 
 
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 16))

@@ -30,7 +30,20 @@ from ftcli.profiles import (
 from ftcli.recipe import Batch, Data, Model, Optimizer, Recipe, Source, Train
 from ftcli.shipped import shipped_folder
 
-NAMES = ["ddp", "fsdp", "single", "zero2", "zero3"]
+TYPES = {
+    "single": "NO",
+    "ddp": "MULTI_GPU",
+    "ddp_multi_node": "MULTI_GPU",
+    "fsdp": "FSDP",
+    "fsdp_multi_node": "FSDP",
+    "fsdp_offload": "FSDP",
+    "hsdp": "FSDP",
+    "zero2": "DEEPSPEED",
+    "zero3": "DEEPSPEED",
+    "zero3_multi_node": "DEEPSPEED",
+    "zero3_offload": "DEEPSPEED",
+}
+NAMES = sorted(TYPES)
 GOOD = {
     "DDP": "distributed_type: MULTI_GPU\n",
     "FSDP": "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n",
@@ -69,14 +82,7 @@ def told(text: str) -> list[str]:
 
 def test_the_shipped_profiles_are_the_design_s_and_fix_neither_processes_nor_precision() -> None:
     profiles = {profile.name: profile for profile in list_profiles()}
-    assert set(NAMES) <= set(profiles)
-    assert {name: profiles[name].distributed_type for name in NAMES} == {
-        "single": "NO",
-        "ddp": "MULTI_GPU",
-        "fsdp": "FSDP",
-        "zero2": "DEEPSPEED",
-        "zero3": "DEEPSPEED",
-    }
+    assert {name: profile.distributed_type for name, profile in profiles.items()} == TYPES
     for profile in profiles.values():
         assert profile.num_processes is None and "mixed_precision" not in profile.values
         assert profile.source == "file" and check_pair(a_recipe(), profile) == []
@@ -94,6 +100,37 @@ def test_accelerate_reads_a_shipped_profile_as_we_do(name: str) -> None:
     theirs = config_args.load_config_from_file(str(profile.path)).to_dict()
     for key, value in profile.values.items():
         assert theirs[key] == value, key
+
+
+def test_the_profiles_for_several_machines_differ_from_the_others_in_machines_only() -> None:
+    machines = {"num_machines": 2, "main_process_port": 29500, "rdzv_backend": "static"}
+    for name in ("ddp", "fsdp", "zero3"):
+        assert load_profile(f"{name}_multi_node").values == load_profile(name).values | machines
+
+
+def test_the_profiles_on_the_host_differ_from_the_others_in_that_only() -> None:
+    zero = load_profile("zero3").values
+    offload = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    assert load_profile("zero3_offload").values == zero | {"deepspeed_config": zero["deepspeed_config"] | offload}
+    fsdp = load_profile("fsdp").values
+    section = fsdp["fsdp_config"] | {"fsdp_offload_params": True}
+    assert load_profile("fsdp_offload").values == fsdp | {"fsdp_config": section}
+
+
+def test_copies_of_the_model_are_read_from_a_profile() -> None:
+    assert load_profile("fsdp").mesh == (1, 1)
+    assert load_profile("hsdp").mesh == (2, 1)
+    Path("p.yaml").write_text(f"{GOOD['FSDP']}parallelism_config:\n  parallelism_config_dp_shard_size: 4\n")
+    assert load_profile("p.yaml").mesh == (1, 4)
+
+
+def test_accelerate_drops_the_rendezvous_of_a_profile_so_our_launcher_passes_it_on() -> None:
+    Path("p.yaml").write_text(f"{GOOD['DDP']}num_machines: 2\nrdzv_backend: c10d\n")
+    parser = accelerate_launch.launch_command_parser()
+    line = ["--config_file", "p.yaml", "--num_processes", "2"]
+    assert accelerate_launch._validate_launch_command(parser.parse_args([*line, "x.py"]))[0].rdzv_backend == "static"
+    line += ["--rdzv_backend", "c10d"]
+    assert accelerate_launch._validate_launch_command(parser.parse_args([*line, "x.py"]))[0].rdzv_backend == "c10d"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,7 +152,7 @@ def test_a_profile_of_one_s_own_may_fix_the_number_of_processes() -> None:
     ("name", "problem"),
     [
         ("fsdpp", "no profile 'fsdpp'\n    did you mean 'fsdp'?"),
-        ("xyz", "no profile 'xyz'\n    give a file, or one of ddp, fsdp, "),
+        ("xyz", "no profile 'xyz'\n    give a file, or one of ddp, ddp_multi_node, fsdp, "),
         ("./x.yaml", "no profile 'x.yaml'\n    did you mean 'y.yaml'?"),
     ],
 )
@@ -499,7 +536,7 @@ def test_a_bare_launch_of_a_shipped_profile_is_read_back_from_its_environment(na
     assert found.distributed_type == file.distributed_type
     assert found.num_processes == (None if name == "single" else 2)
     assert "mixed_precision" not in found.values
-    for section in ("fsdp_config", "deepspeed_config"):
+    for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
         for key, value in file.values.get(section, {}).items():
             if key != "deepspeed_multinode_launcher":  # a matter of the launcher, which is done
                 assert found.values[section][key] == value, key

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ftcli.faults import record_failure
 from ftcli.run_folder import RunFolder
 from ftcli.supervision import LaunchError, supervise
 
@@ -289,6 +290,23 @@ def test_what_an_earlier_launch_left_neither_stops_nor_fails_the_next(tmp_path: 
     (folder.errors / "rank-1.json").write_text("{}")
     script = f"import os, sys; sys.exit(os.path.exists({str(tmp_path / 'stop')!r}))"
     supervise([sys.executable, "-c", script], folder=folder, result=None)
+
+
+def test_another_machine_than_the_first_neither_clears_the_shared_folder_nor_writes_its_status(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_status("running", 3, 0)
+    with pytest.raises(ValueError), record_failure(folder):
+        raise ValueError("of an earlier run")
+    folder.write_status("running", 3, 0)
+    supervise([sys.executable, "-c", "pass"], folder=folder, result=None, owns_folder=False)
+    assert (folder.errors / "rank-0.json").exists()
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    with pytest.raises(LaunchError, match="code 3"):
+        supervise(command, folder=folder, result=None, owns_folder=False)
+    assert folder.status()["state"] == "running"
+    with pytest.raises(LaunchError, match="code 3"):
+        supervise(command, folder=folder, result=None)
+    assert folder.status()["state"] == "failed" and not list(folder.errors.iterdir())
 
 
 CELL = """

@@ -1,0 +1,133 @@
+"""Several machines in one run: here two launchers on one host, each with its own process and machine rank.
+
+They share the disk, as nodes of a cluster do; what differs from real machines is the network and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ftcli.run_folder import RunFolder
+
+from ..multiprocess.cells import write_inputs
+from .test_bare_launch import FAILING_TASK, MARKS, RECIPE, ROOT
+
+Ended = tuple[int, str, str]  # exit code, stdout, stderr
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    for rank in (0, 1):
+        task = FAILING_TASK.replace('== "1"', f'== "{rank}"').replace("rank 1", f"rank {rank}")
+        (folder / f"failing_task_{rank}.py").write_text(task)
+        (folder / f"failing_{rank}.yaml").write_text(yaml.safe_dump(RECIPE | {"task": f"./failing_task_{rank}.py"}))
+    rendezvous = (ROOT / "accelerate_configs" / "ddp_multi_node.yaml").read_text()
+    assert "rdzv_backend: static" in rendezvous
+    (folder / "rendezvous.yaml").write_text(rendezvous.replace("rdzv_backend: static", "rdzv_backend: c10d"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(inputs: Path) -> RunFolder:
+    line = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--cpu", "--output", "single"]
+    subprocess.run(line, cwd=inputs, env=environment(), check=True, timeout=120, capture_output=True)
+    return RunFolder(inputs / "single")
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in MARKS}
+    added = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return kept | added
+
+
+def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path) -> list[Ended]:
+    """Start two launchers, machine 0 first, and return how each ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    line = [sys.executable, "-m", "ftcli", "train", recipe, "--profile", profile, "--cpu", "--num-processes", "2"]
+    line += ["--main-process-ip", "127.0.0.1", "--main-process-port", str(port), "--output", str(output)]
+    machines = []
+    for rank in (0, 1):
+        command = [*line, "--machine-rank", str(rank)]
+        machines.append(
+            subprocess.Popen(
+                command,
+                cwd=inputs,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        while machines[0].poll() is None and not _listens(port):  # one host: machine 1 would take the port first
+            time.sleep(0.1)
+    try:
+        ended = []
+        for machine in machines:
+            out, err = machine.communicate(timeout=120)
+            ended.append((machine.returncode, out, err))
+    finally:
+        for machine in machines:
+            machine.kill()
+    return ended
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        "ddp_multi_node",
+        pytest.param("rendezvous.yaml", marks=pytest.mark.slow),
+        pytest.param("fsdp_multi_node", marks=pytest.mark.slow),
+        pytest.param("zero3_multi_node", marks=pytest.mark.slow),
+    ],
+)
+def test_two_machines_that_share_a_disk_give_the_curve_of_one_process(
+    profile: str, inputs: Path, single: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for code, out, err in on_two_machines(inputs, "recipe.yaml", profile, folder.path):
+        assert code == 0 and out.splitlines()[-1] == str(folder.path), err
+    assert folder.status()["state"] == "done" and folder.final.is_dir()
+    for found, wanted in zip(folder.metrics(), single.metrics(), strict=True):
+        for key in wanted.keys() & {"step", "items", "samples", "learning_rate"}:
+            assert found[key] == wanted[key]
+        for key in wanted.keys() & {"loss", "grad_norm", "eval/loss", "eval/perplexity"}:
+            assert found[key] == pytest.approx(wanted[key], rel=1e-4 if key == "grad_norm" else 1e-5), key
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_error_on_one_machine_ends_the_other_and_both_say_it(rank: int, inputs: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    began = time.monotonic()
+    for code, _, err in on_two_machines(inputs, f"failing_{rank}.yaml", "ddp_multi_node", folder.path):
+        assert code == 1
+        assert err.endswith(f"rank {rank}: ArithmeticError: a fault of rank {rank} at step 2\n")
+    assert time.monotonic() - began < 60
+    status = folder.status()
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+
+
+def test_a_folder_that_holds_a_run_is_refused_by_the_first_machine(inputs: Path, single: RunFolder) -> None:
+    before = single.status()
+    line = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--profile", "ddp_multi_node", "--cpu"]
+    line += ["--main-process-ip", "127.0.0.1", "--num-processes", "2", "--output", str(single.path)]
+    result = subprocess.run(line, cwd=inputs, env=environment(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "already holds a run" in result.stderr
+    assert single.status() == before

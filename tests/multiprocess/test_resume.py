@@ -100,6 +100,18 @@ def test_every_profile_goes_on_from_every_other(inputs: Path, saves: Path, singl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_copies_of_shards_and_state_on_the_host_go_on_too(inputs: Path, saves: Path, single: Curves) -> None:
+    more = {"hsdp": 4, "fsdp_offload": 2, "zero3_offload": 2}
+    for profile, processes in more.items():
+        saved, resumed = launch(inputs, saves, profile, ["single", profile], processes=processes)
+        assert_goes_on(single, resumed["single"])
+        assert_same_bits(saved, resumed[profile])
+    for resumed in launch(inputs, saves, "single", list(more), save=False)[1].values():
+        assert_goes_on(single, resumed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
 @pytest.mark.parametrize("profile", ["single", "fsdp", "zero2", "zero3"])
 def test_every_precision_goes_on_bit_for_bit(precision: str, profile: str, inputs: Path, tmp_path: Path) -> None:

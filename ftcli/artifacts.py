@@ -52,6 +52,7 @@ def save_final(run: Run) -> None:
     run.task.save_processor(str(temporary))
     (temporary / "README.md").write_text(model_card(run.recipe, run.folder), encoding="utf-8")
     save_file(probe, run.folder.path / PROBE)
+    shutil.rmtree(run.folder.final, ignore_errors=True)  # of a run that was resumed to go further
     temporary.rename(run.folder.final)
 
 

@@ -37,6 +37,7 @@ class PreparedRows:
     train: Dataset
     eval: Dataset | None
     facts: dict[str, Any]
+    fingerprint: str = ""  # changes whenever a row could
 
 
 def prepare_rows(recipe: Recipe, task: Task) -> PreparedRows:
@@ -71,7 +72,7 @@ def _open(folder: Path) -> PreparedRows:
 
     meta = json.loads((folder / "meta.json").read_text())
     splits = {name: load_from_disk(str(folder / name)) for name in meta["rows"]}
-    return PreparedRows(splits["train"], splits.get("eval"), meta["facts"])
+    return PreparedRows(splits["train"], splits.get("eval"), meta["facts"], folder.name)
 
 
 def _build(recipe: Recipe, task: Task, folder: Path) -> None:

@@ -68,6 +68,15 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Two steps, one evaluation, one save: does all of it work?")
     ] = False,
+    resume: Annotated[
+        str,
+        typer.Option(
+            "--resume", metavar="auto|never|DIR", help="Go on: from the run folder's newest checkpoint, or DIR."
+        ),
+    ] = "never",
+    resume_anyway: Annotated[
+        bool, typer.Option("--resume-anyway", help="Resume with a recipe that gives another curve.")
+    ] = False,
     record_start: Annotated[bool, typer.Option("--record-start", hidden=True, help="For `ftcli parity`.")] = False,
 ) -> None:
     """Train a recipe; with a profile, on several processes."""
@@ -86,6 +95,8 @@ def train(
         output=output,
         dry_run=dry_run,
         record_start=record_start,
+        resume=resume,
+        resume_anyway=resume_anyway,
         launch_arguments=_for_accelerate(accelerate_arguments),
     )
     if not launcher.is_launched():
@@ -237,9 +248,9 @@ def generate(
 
 @app.command()
 def show(
-    what: Annotated[str, typer.Argument(metavar="recipes|profiles|tasks|RUN", help="A list, or a run folder.")],
+    what: Annotated[str, typer.Argument(metavar="recipes|profiles|tasks|RUN|CHECKPOINT", help="A list, or a folder.")],
 ) -> None:
-    """List recipes, profiles, tasks; or describe a run."""
+    """List what there is; describe a run or checkpoint."""
     from . import listing
 
     print("\n".join(listing.lines_about(what)))

@@ -71,17 +71,22 @@ def train(
     output: str | Path | None = None,
     dry_run: bool = False,
     record_start: bool = False,
+    resume: str | Path = "never",
+    resume_anyway: bool = False,
     launch_arguments: Sequence[str] = (),
 ) -> RunFolder:
     """Train a recipe and return its run folder, whose `status()` says whether it is done or was stopped.
 
     Without a profile, and inside a launched worker, it trains in this process; with one it starts one
     subprocess. `num_processes` counts all processes of all machines. Raises `InputError` for what the user
-    can mend and `LaunchError` when launched processes fail. `record_start` is what `parity` asks of its runs.
+    can mend and `LaunchError` when launched processes fail. `resume` is `never`, `auto` (the newest intact checkpoint
+    of the run folder, if there is any) or the folder of a checkpoint or a run; a run that is done is left alone.
+    `resume_anyway` accepts a recipe that gives another curve. `record_start` is what `parity` asks of its runs.
     """
     from .planning import check_inputs, check_trackers, derive_plan, derive_shards
     from .profiles import check_pair
     from .recipe_file import run_output
+    from .resumption import AUTO, NEVER, belongs_to, find_start, is_done
 
     loaded = _load(recipe, overrides)
     chosen = _chosen_profile(profile)
@@ -91,6 +96,13 @@ def train(
     machines = Machines.of(chosen, num_machines, machine_rank, main_process_ip, main_process_port)
     if dry_run and "FTCLI_LAUNCHED" not in os.environ:
         folder = folder.beside_for_rehearsal(clear=machines.rank == 0)
+    resume = NEVER if dry_run else str(resume)
+    start = find_start(folder, loaded, resume, anyway=resume_anyway)
+    if start is not None and is_done(folder, loaded, start):
+        if os.environ.get("RANK", "0") == "0":
+            say(f"ftcli: {folder.path} is done at step {folder.status()['step']}: nothing is left to resume")
+        return folder
+    resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
     if chosen is None or is_launched():
         from .run import work
 
@@ -98,7 +110,17 @@ def train(
             _check_without_profile(num_processes, num_machines, launch_arguments)
             derive_plan(loaded, 1)
             check_inputs(loaded)
-        work(loaded, chosen, output=folder.path, cpu=cpu, dry_run=dry_run, record_start=record_start)
+        work(
+            loaded,
+            chosen,
+            output=folder.path,
+            cpu=cpu,
+            dry_run=dry_run,
+            record_start=record_start,
+            resuming=resuming,
+            start=start,
+            resume_anyway=resume_anyway,
+        )
         return folder
     world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines.count)
     if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
@@ -109,10 +131,11 @@ def train(
     if num_processes is None and cpu and world > 1:
         say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
     if machines.rank == 0:
-        folder.claim()
+        folder.claim(resuming=resuming)
     worker = ["train", _file_for_workers(recipe, folder, machines), *(f"--set={override}" for override in overrides)]
     worker += ["--output", str(folder.path)] + ["--cpu"] * cpu + ["--dry-run"] * dry_run
-    worker += ["--record-start"] * record_start
+    worker += ["--record-start"] * record_start + ["--resume-anyway"] * resume_anyway
+    worker += [] if start is None else ["--resume", str(start.resolve())]
     launch(
         worker,
         profile=chosen,

@@ -17,6 +17,7 @@ PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "deepspee
 
 def lines_about(what: str) -> Iterable[str]:
     """Return the lines of `ftcli show WHAT`; raises `InputError` when that is no list and no run."""
+    from .checkpoint_folder import describe, is_checkpoint
     from .run_folder import show_run
 
     lists = {"recipes": _recipes, "profiles": _profiles, "tasks": _tasks}
@@ -25,9 +26,9 @@ def lines_about(what: str) -> Iterable[str]:
     if not Path(what).exists():
         raise InputError(
             f"nothing to show under '{what}'",
-            hint=nearest(what, lists) or f"one of {', '.join(lists)}, or a run folder",
+            hint=nearest(what, lists) or f"one of {', '.join(lists)}, a run folder or a checkpoint",
         )
-    return show_run(what)
+    return describe(Path(what)) if is_checkpoint(Path(what)) else show_run(what)
 
 
 def versions() -> list[str]:

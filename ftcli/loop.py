@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .artifacts import save_final
+from .checkpoint import save
 from .report import Reporter
 from .sampling import PADDING, digest
 from .schedule import learning_rate
@@ -142,14 +143,20 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def train(run: Run) -> None:
-    """Train to the end: record, evaluate, stop when asked, save the final weights."""
+    """Train to the end: record, evaluate, save, stop when asked; then write the final weights."""
     with Reporter(run) as report:
-        if run.recipe.evaluate.at_start and run.eval_loader is not None:
+        if run.first_step == 0 and run.recipe.evaluate.at_start and run.eval_loader is not None:
             report.evaluation(0, evaluate(run))
         for step in steps(run):
             report.step(step)
+            metrics: dict[str, float] = {}
             if run.eval_loader is not None and _due(step.number, run.recipe.evaluate.every_steps, run.steps):
-                report.evaluation(step.number, evaluate(run))
+                metrics = evaluate(run)
+                report.evaluation(step.number, metrics)
+            if step.stop or _due(step.number, run.recipe.checkpoint.every_steps, run.steps):
+                started = time.perf_counter()
+                folder = save(run, step.number, metrics)
+                report.saved(step.number, folder, time.perf_counter() - started)
             if step.stop and step.number < run.steps:
                 report.stopped(step.number)
                 return

@@ -94,6 +94,7 @@ def _starting_values(task: str, model: str, data: str, eval: str | None) -> dict
         "optimizer": {"learning_rate": 5e-5, "weight_decay": 0.01, "max_grad_norm": 1.0},
         "schedule": {"name": "linear", "warmup_steps": 0.1},
         "evaluate": {"every_steps": 100, "at_start": True},
+        "checkpoint": {"every_steps": 100, "keep": 2},
         "log": {"every_steps": 1, "trackers": []},
     }
     for section, changes in _STARTS.get(task, {}).items():

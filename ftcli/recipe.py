@@ -193,6 +193,30 @@ class Evaluate(Section):
     at_start: bool = Field(False, description="Evaluate once before the first step too.")
 
 
+class Best(Section):
+    """Which evaluation decides what the best checkpoint is."""
+
+    metric: str = Field(min_length=1, description="Name of a metric of the task, as `eval/<name>` in metrics.jsonl.")
+    direction: Literal["min", "max"] = Field(description="min: the smallest value is the best; max: the largest.")
+
+
+class Checkpoint(Section):
+    """When all that resuming needs is saved. The last step always is, and so is the step a run is stopped at."""
+
+    every_steps: PositiveInt | None = Field(
+        None, description="Save each time so many optimizer steps are done; null: only after the last."
+    )
+    keep: PositiveInt | None = Field(
+        2,
+        description="How many checkpoints stay, the newest ones; null: all. With two a damaged one costs a few "
+        "steps only. An old one is removed when the new one is complete.",
+    )
+    keep_best: Best | None = Field(
+        None,
+        description="Let the checkpoint with the best evaluation stay too; evaluate at the steps that are saved.",
+    )
+
+
 class Log(Section):
     """What is written down while training."""
 
@@ -228,7 +252,16 @@ class Recipe(Section):
     optimizer: Optimizer = Field(description="How weights follow gradients.")
     schedule: Schedule = Field(default_factory=Schedule, description="Learning rate as a function of the step.")
     evaluate: Evaluate = Field(default_factory=Evaluate, description="When the evaluation rows are measured.")
+    checkpoint: Checkpoint = Field(
+        default_factory=Checkpoint, description="When all that resuming needs is saved, and how much of it stays."
+    )
     log: Log = Field(default_factory=Log, description="What is written down while training.")
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Recipe:
+        if self.checkpoint.keep_best is not None and self.data.eval is None and not self.data.eval_rows:
+            raise ValueError("checkpoint.keep_best needs evaluation rows: set data.eval or data.eval_rows")
+        return self
 
     @model_validator(mode="after")
     def _no_padding_in_statistics(self) -> Recipe:

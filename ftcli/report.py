@@ -11,6 +11,7 @@ import math
 import resource
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,13 @@ class Reporter:
             row = {"step": step} | {f"eval/{name}": value for name, value in metrics.items()}
             self._write(row)
             self.say(f"step {step}: evaluation " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+
+    def saved(self, step: int, folder: Path | None, seconds: float) -> None:
+        """Record that a checkpoint is complete, and that it took so long."""
+        self._away += seconds  # neither is saving
+        self._since += seconds
+        if folder is not None:
+            self.say(f"step {step}: saved {folder} in {seconds:.1f} s")
 
     def stopped(self, step: int) -> None:
         """Record that the run ended early because it was asked to."""

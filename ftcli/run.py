@@ -12,16 +12,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .cache import PreparedRows, prepare_rows
+from .checkpoint_folder import abandon, damage, read_state, step_of
 from .errors import InputError
-from .faults import StopRequest, ignore_signals_in_workers, record_failure, watch_parent, watch_peers
+from .faults import StopRequest, record_failure, watch_parent, watch_peers
+from .loaders import build_loaders
 from .planning import Plan, derive_plan
 from .recipe import Recipe
 from .recipe_file import dump_recipe, load_recipe
-from .run_folder import DRY_RUN, START, RunFolder, describe_environment
-from .sampling import PADDING, EvalOrder, Key, TrainOrder, seed_of
+from .resumption import belongs_to, check_rows
+from .run_folder import DRY_RUN, ORIGIN, START, RunFolder, describe_environment
+from .sampling import seed_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
     from .hardware import Hardware
     from .profiles import Profile
-    from .tasks.protocol import Batch, Row, Task
+    from .tasks.protocol import Batch, Task
 
 
 @dataclass
@@ -69,21 +72,6 @@ class Run:
         torch.manual_seed(seed_of(self.recipe.seed, step, self.hardware.ranks.rank))
 
 
-class Rows:
-    """Prepared rows as a map-style data set over the keys of `sampling`; rows are plain dictionaries."""
-
-    def __init__(self, rows: Any, task: Task, *, training: bool) -> None:
-        self.rows, self.task, self.training = rows, task, training
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, key: Key) -> Row:
-        epoch, index = key
-        row = self.rows[max(index, 0)] | {"epoch": epoch, "training": self.training}
-        return self.task.blank(row) | {"id": PADDING} if index == PADDING else row
-
-
 def prepare(
     recipe: Recipe | str | Path,
     *,
@@ -92,17 +80,21 @@ def prepare(
     cpu: bool = False,
     weights: Path | None = None,
     dry_run: bool = False,
+    resume: str | Path | None = None,
+    resume_anyway: bool = False,
 ) -> Run:
     """Return a `Run` for `for step in ftcli.steps(run)`; writes no folder unless `output` names one.
 
     Works in a notebook (one process) and inside every launched process. `weights` is a folder of trained weights
     (a run's final/) to start from instead of the recipe's model; a dry run has two steps and one evaluation batch.
+    `resume` is the folder of a checkpoint to go on from; with `resume_anyway` also on other rows.
     Raises `InputError` for what is wrong with recipe, data or model, before the model's weights are read where that
     can be known.
     """
     import torch
 
     from . import hardware as hardware_package
+    from .checkpoint import check_disk, load
     from .models import quiet_libraries
     from .optimizers import build_optimizer
     from .tasks import build_task
@@ -116,6 +108,7 @@ def prepare(
     task = build_task(loaded)
     rows = prepare_rows(loaded, task)
     plan = derive_plan(loaded, world, len(rows.train))
+    first_step = 0 if resume is None else _first_step(Path(resume), rows, anyway=resume_anyway)
     if dry_run and rows.eval is not None:
         first = range(min(len(rows.eval), plan.micro_size * world))
         rows = replace(rows, eval=rows.eval.select(first))
@@ -129,7 +122,7 @@ def prepare(
     )
     model = hardware.fit(_build_model(loaded, task, rows, weights), loaded)
     optimizer = build_optimizer(model, loaded.optimizer)
-    train_loader, eval_loader = _loaders(loaded, plan, task, rows)
+    train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step)
     loaders = [train_loader] if eval_loader is None else [train_loader, eval_loader]
     with hardware.handing_out(model, optimizer):
         model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
@@ -140,7 +133,7 @@ def prepare(
         _count_parameters(hardware, model),
     ]
     torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
-    return Run(
+    run = Run(
         recipe=loaded,
         plan=plan,
         task=task,
@@ -152,7 +145,23 @@ def prepare(
         rows=rows,
         facts=facts,
         folder=folder,
+        first_step=first_step,
     )
+    check_disk(run)
+    if resume is not None:
+        load(run, Path(resume))
+        facts.append(f"goes on after step {first_step} from {resume}")
+    return run
+
+
+def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:
+    """Return the number of steps that are done in a checkpoint; raises `InputError` when it does not fit."""
+    if problem := damage(checkpoint, hashes=False):
+        raise InputError(problem)
+    state = read_state(checkpoint)
+    check_rows(state, rows.fingerprint, anyway=anyway)
+    step: int = state["step"]
+    return step
 
 
 def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path | None) -> nn.Module:
@@ -179,49 +188,6 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
     return model.train()
 
 
-@dataclass(frozen=True)
-class Collate:
-    """Rows to a batch of tensors with the ids of its rows; a class, so that loader processes can be handed it."""
-
-    task: Task
-
-    def __call__(self, rows: list[Row]) -> Batch:
-        """Return the batch of some rows."""
-        import torch
-
-        return self.task.collate(rows) | {"sample_ids": torch.tensor([row["id"] for row in rows])}
-
-
-def _loaders(recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows) -> tuple[DataLoader, DataLoader | None]:
-    """Return loaders of host batches in global order; Accelerate gives each process its share of the batches."""
-    from torch.utils.data import DataLoader
-
-    def loader(part: Any, order: Any, *, training: bool) -> DataLoader:
-        return DataLoader(
-            Rows(part, task, training=training),  # type: ignore[arg-type]
-            batch_sampler=order,
-            collate_fn=Collate(task),
-            num_workers=recipe.data.workers if training else 0,
-            worker_init_fn=ignore_signals_in_workers,
-        )
-
-    assert plan.steps is not None and plan.steps_per_epoch is not None
-    train_order = TrainOrder(
-        len(rows.train),
-        global_size=plan.global_size,
-        micro_size=plan.micro_size,
-        seed=recipe.seed,
-        first_step=0,
-        steps=plan.steps,
-        steps_per_epoch=plan.steps_per_epoch,
-    )
-    train = loader(rows.train, train_order, training=True)
-    if rows.eval is None:
-        return train, None
-    eval_order = EvalOrder(len(rows.eval), micro_size=plan.micro_size, processes=plan.processes)
-    return train, loader(rows.eval, eval_order, training=False)
-
-
 def _describe(recipe: Recipe, plan: Plan, rows: PreparedRows) -> str:
     evaluated = "none" if rows.eval is None else str(len(rows.eval))
     return (
@@ -246,29 +212,35 @@ def work(
     cpu: bool = False,
     dry_run: bool = False,
     record_start: bool = False,
+    resuming: bool = False,
+    start: Path | None = None,
+    resume_anyway: bool = False,
 ) -> None:
     """Train as one process of a run, from claimed folder to final weights: what every form of launch ends in.
 
-    With `record_start` start.json holds a digest of every trained weight as it was before the first step.
+    `start` is the checkpoint to go on from; `resuming` says that the folder may hold the run's beginning. With
+    `record_start` start.json holds a digest of every trained weight as it was before the first step.
     """
     from .loop import train
 
     folder = RunFolder(output)
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main and "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
-        folder.claim()  # before failures are recorded: a refusal must leave no trace in another's run
+        folder.claim(resuming=resuming)  # before failures are recorded: a refusal must leave no trace in another's run
     with record_failure(folder):
         watch_parent()
         watch_peers(folder)
         if is_main:
-            _write_intent(folder, recipe, profile)
+            _write_intent(folder, recipe, profile, start)
             if dry_run:
                 folder.write_text(
                     DRY_RUN, "two steps, to see that everything works; the next dry run replaces this folder\n"
                 )
-        run = prepare(recipe, output=output, cpu=cpu, dry_run=dry_run)
+        run = prepare(recipe, output=output, cpu=cpu, dry_run=dry_run, resume=start, resume_anyway=resume_anyway)
         _check_world(run, profile)
         if run.hardware.ranks.is_main:
+            folder.rewind(run.first_step)
+            abandon(folder.path, run.first_step)
             device = str(run.hardware.accelerator.device)
             folder.write_json("environment.json", describe_environment(device, run.plan.processes))
         if record_start:
@@ -323,10 +295,12 @@ def _shortened(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": short, "schedule": schedule})
 
 
-def _write_intent(folder: RunFolder, recipe: Recipe, profile: Profile | None) -> None:
+def _write_intent(folder: RunFolder, recipe: Recipe, profile: Profile | None, start: Path | None) -> None:
     folder.write_text("recipe.yaml", dump_recipe(recipe))
     folder.write_text("profile.yaml", "# trained without a profile\n" if profile is None else profile.as_yaml())
-    folder.write_status("running", 0, 0)
+    folder.write_status("running", 0 if start is None else step_of(start), 0)
+    if start is not None and not belongs_to(folder, start):
+        folder.write_json(ORIGIN, {"checkpoint": str(start.resolve()), "step": step_of(start)})
 
 
 def _check_world(run: Run, profile: Profile | None) -> None:

@@ -5,7 +5,9 @@ Only this module knows the folder's file names. It is light: it never imports to
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import platform
 import shutil
@@ -17,10 +19,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .checkpoint_folder import checkpoints_of, size_of
 from .errors import InputError
 
-OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "final")  # a folder that holds one of these is somebody's
+OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "checkpoints", "final")  # a folder that holds one of these is somebody's
 START = "start.json"  # written on request: what a run was before its first step
+ORIGIN = "resumed.json"  # written by a run that begins at a checkpoint of another run
 DRY_RUN = "dry-run"  # the file that says a folder may be thrown away
 PACKAGES = ("ftcli", "torch", "accelerate", "transformers", "peft", "datasets", "deepspeed", "safetensors", "numpy")
 
@@ -46,13 +50,13 @@ class RunFolder:
         """Folder of the records that failing ranks write."""
         return self.path / "errors"
 
-    def claim(self) -> None:
-        """Create the folder; raises `InputError` when another run already lives there, or when it cannot be made."""
+    def claim(self, *, resuming: bool = False) -> None:
+        """Create the folder; raises `InputError` when it cannot be made, or holds a run that is not resumed."""
         held = [name for name in OF_A_RUN if (self.path / name).exists()]
-        if held and not self._never_started():
+        if held and not resuming and not self._never_started():
             raise InputError(
                 f"{self.path} already holds a run ({', '.join(held)})",
-                hint="choose another folder with --output, or move that run away",
+                hint="go on with it by --resume auto, choose another folder with --output, or move that run away",
             )
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path} is a file, not a folder", hint="choose another folder with --output")
@@ -75,7 +79,7 @@ class RunFolder:
     def _never_started(self) -> bool:
         """Say whether the run that left this folder failed before its first step: nothing would be lost."""
         status = self.status()
-        has_results = any((self.path / name).exists() for name in ("metrics.jsonl", "final"))
+        has_results = any((self.path / name).exists() for name in OF_A_RUN[1:])
         return status.get("state") == "failed" and status.get("step") == 0 and not has_results
 
     def write_text(self, name: str, text: str) -> None:
@@ -101,6 +105,11 @@ class RunFolder:
         path = self.path / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
+    def origin(self) -> str:
+        """Return the checkpoint of another run that this one began at, or an empty string."""
+        path = self.path / ORIGIN
+        return str(json.loads(path.read_text(encoding="utf-8"))["checkpoint"]) if path.exists() else ""
+
     def start(self) -> dict[str, Any]:
         """Return what a run was asked to record before its first step; `parity` asks for it."""
         found: dict[str, Any] = json.loads((self.path / START).read_text(encoding="utf-8"))
@@ -110,6 +119,19 @@ class RunFolder:
         """Add one row to metrics.jsonl."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Move the metrics of a future that is given up, those beyond `step`, to metrics.abandoned.jsonl."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines()
+        last = step if step else -1  # from step 0 on all happens again, the evaluation at the start too
+        beyond = [line for line in lines if _step_of_row(line) > last]
+        if beyond:
+            with (self.path / "metrics.abandoned.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in beyond)
+            self.write_text("metrics.jsonl", "".join(f"{line}\n" for line in lines if _step_of_row(line) <= last))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, training and evaluation rows as they were written."""
@@ -121,13 +143,21 @@ class RunFolder:
         return [row for row in self.metrics() if "loss" in row]
 
 
+def _step_of_row(line: str) -> float:
+    """Return the step of a row of metrics.jsonl; infinity for one that was cut off while it was written."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return math.inf
+
+
 def describe_environment(device: str, processes: int) -> dict[str, Any]:
     """Return what a run ran on: versions, git commit, machine, command line."""
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": package_versions(),
         "git_commit": _git_commit(),
         "device": device,
         "processes": processes,
@@ -135,6 +165,12 @@ def describe_environment(device: str, processes: int) -> dict[str, Any]:
     }
 
 
+def package_versions() -> dict[str, str]:
+    """Return package -> version of what a run depends on."""
+    return {name: version for name in PACKAGES if (version := _version(name))}
+
+
+@functools.cache
 def _version(name: str) -> str | None:
     found = [item.version for item in metadata.distributions(name=name)]
     return found[0] if found else None
@@ -167,7 +203,7 @@ def show_run(path: str | Path) -> Iterable[str]:
         if "loss" not in row:
             values = ", ".join(f"{k} {v:.4g}" for k, v in row.items() if k.startswith("eval/"))
             lines.append(f"eval     step {row['step']}: {values}")
+    lines += [f"saved    {path} ({size_of(path) / 1e6:.1f} MB)" for path in checkpoints_of(folder.path)]
     if folder.final.is_dir():
-        size = sum(file.stat().st_size for file in folder.final.rglob("*") if file.is_file())
-        lines.append(f"final    {folder.final} ({size / 1e6:.1f} MB)")
+        lines.append(f"final    {folder.final} ({size_of(folder.final) / 1e6:.1f} MB)")
     return lines

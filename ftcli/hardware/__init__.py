@@ -1,20 +1,21 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
 A backend is a module with `options`, `configure`, `reads_once`, `fit`, `handing_out`, `unwrap`, `backward`, `clip`,
-`settle` and `full_parameter`; `build` picks it. Precision is the same on all of them: precision.py's.
+`settle`, `full_parameter`, `slots` and `pieces`; `build` picks it. Precision is precision.py's on all of them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import ddp, deepspeed, fsdp, loading, precision, rehearsal
 from .ranks import Ranks
+from .state import Piece, make_missing, set_updates, trained, updates
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +101,32 @@ class Hardware:
             if parameter.requires_grad or not trained_only:
                 value = self.backend.full_parameter(parameter)
                 yield name, value.detach().cpu() if self.ranks.is_main else None
+
+    def trained_shapes(self, model: nn.Module) -> dict[str, list[int]]:
+        """Return name -> whole shape of every trained parameter; a tied weight once."""
+        inner = self.unwrap(model)
+        self.backend.settle(inner)
+        return {name: list(full_shape(parameter)) for name, parameter in trained(inner)}
+
+    def pieces(self, model: nn.Module, optimizer: Optimizer) -> Iterator[Piece]:
+        """Yield all of this rank that a checkpoint holds: trained weights, moments, persistent buffers. Local."""
+        inner = self.unwrap(model)
+        self.backend.settle(inner)
+        yield from self.backend.pieces(model, optimizer, self.ranks)
+        persistent = inner.state_dict()
+        for name, buffer in inner.named_buffers():
+            if name in persistent:
+                yield Piece(name, 0, {"buffer": buffer}, slice(0, buffer.numel() if self.ranks.is_main else 0))
+
+    def updates(self, model: nn.Module, optimizer: Optimizer) -> int:
+        """Return how often the optimizer stepped; below the run's step where a float16 overflow skipped updates."""
+        return updates(self.backend.slots(model, optimizer))
+
+    def start_from_update(self, model: nn.Module, optimizer: Optimizer, count: int) -> None:
+        """Give the optimizer all its state, as it is after `count` updates but for its values (see `pieces`)."""
+        slots = self.backend.slots(model, optimizer)
+        make_missing(slots)
+        set_updates(slots, count)
 
     def check_dtypes(self, model: nn.Module, recipe: Recipe) -> str:
         """Return the dtype policy as one line of text; raises when the prepared model does not follow it."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .state import Piece, Slot, live, trained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..planning import Plan
     from ..recipe import Recipe
+    from .ranks import Ranks
 
 
 def options() -> dict[str, Any]:
@@ -76,3 +80,22 @@ def full_parameter(parameter: nn.Parameter) -> Tensor:
 
 def settle(model: nn.Module) -> None:
     """Nothing to do before parameters are read."""
+
+
+def slots(model: nn.Module, optimizer: Any) -> list[Slot]:
+    """Return what the optimizer steps: each parameter."""
+    inner = optimizer.optimizer  # inside Accelerate's wrapper
+    return [Slot(group, p, inner.state[p]) for group in inner.param_groups for p in group["params"]]
+
+
+def pieces(model: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Piece]:
+    """Yield every parameter whole; of all elements in a row each rank saves an equal stretch."""
+    inner = list(trained(unwrap(model)))
+    total = sum(parameter.numel() for _, parameter in inner)
+    first, last = total * ranks.rank // ranks.world, total * (ranks.rank + 1) // ranks.world
+    before = 0
+    for name, parameter in inner:
+        size = parameter.numel()
+        kept = slice(min(max(first - before, 0), size), min(max(last - before, 0), size))
+        yield Piece(name, 0, live(parameter, optimizer.optimizer.state[parameter]), kept)
+        before += size

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import loading
+from .state import NOTHING, Piece, Slot, live, trained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from ..planning import Plan
     from ..recipe import Recipe
+    from .ranks import Ranks
 
 
 def options() -> dict[str, Any]:
@@ -119,3 +121,68 @@ def loaded_whole() -> Iterator[None]:
         yield
     finally:
         set_hf_deepspeed_config(AcceleratorState().deepspeed_plugin.dschf)
+
+
+def slots(model: nn.Module, optimizer: Any) -> list[Slot]:
+    """Return what the optimizer steps: flat partitions, each with the float32 masters of many parameters."""
+    zero: Any = model.optimizer
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+        groups = [zero.optimizer.param_groups[zero.sub_group_to_group_id[i]] for i in range(len(_masters(zero)))]
+    else:
+        groups = zero.optimizer.param_groups
+    plainly = not isinstance(zero.optimizer, torch.optim.Adam)  # Accelerate swaps it where the profile offloads it
+    return [
+        Slot(group, flat, zero.optimizer.state[flat], plainly)
+        for group, flat in zip(groups, _masters(zero), strict=True)
+    ]
+
+
+def pieces(model: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Piece]:
+    """Yield this rank's part of every parameter's master, then the copies that forward passes compute with.
+
+    The copies are not saved, but loaded: nothing else refreshes them before the next step. DeepSpeed's own accessors
+    by parameter gather whole tensors (`safe_get_full_*`) or know stage 3 only (`safe_get_local_*`), and neither can
+    create optimizer state, so its fields are read here, in this file alone.
+    """
+    for name, parameter in trained(unwrap(model)):
+        yield from (_cut_at_stage_3 if hasattr(parameter, "ds_id") else _cut_at_stage_2)(name, parameter, model)
+
+
+def _masters(zero: Any) -> list[Tensor]:
+    masters: list[Tensor] = (
+        zero.fp32_partitioned_groups_flat
+        if hasattr(zero, "fp32_partitioned_groups_flat")
+        else zero.single_partition_of_fp32_groups
+    )
+    return masters
+
+
+def _cut_at_stage_3(name: str, parameter: Any, model: nn.Module) -> Iterator[Piece]:
+    """Yield the pieces of a parameter that is flattened, padded and cut into equal parts, one on each rank."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    zero: Any = model.optimizer
+    group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+    start = length * torch.distributed.get_rank(parameter.ds_process_group)
+    real = min(parameter.ds_numel - start, length)  # the rest is padding
+    if real > 0:
+        yield Piece(name, start, _fragment(zero, group, offset, real), slice(0, real))
+        yield Piece(name, start, {"weight": parameter.ds_tensor.narrow(0, 0, real)}, NOTHING)
+    if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small ones stay whole on every rank
+        yield Piece(name, 0, {"weight": parameter.data}, NOTHING)
+
+
+def _cut_at_stage_2(name: str, parameter: Any, model: nn.Module) -> Iterator[Piece]:
+    """Yield the pieces of a parameter that lies with others in one flat tensor, cut into equal parts."""
+    mapping = parameter._hp_mapping
+    if mapping is not None:  # some of it is this rank's
+        master, inside = mapping.hp_fragment_address, mapping.lp_fragment_address
+        fragment = _fragment(model.optimizer, mapping.param_group_index, master.start, master.numel)
+        yield Piece(name, inside.start, fragment, slice(0, master.numel))
+    yield Piece(name, 0, {"weight": parameter.data}, NOTHING)
+
+
+def _fragment(zero: Any, group: int, offset: int, length: int) -> dict[str, Tensor]:
+    """Return kind -> live stretch of one flat partition and of its moments."""
+    flat = _masters(zero)[group]
+    return {k: v.narrow(0, offset, length) for k, v in live(flat, zero.optimizer.state[flat]).items()}

@@ -11,7 +11,9 @@ import torch
 
 from . import loading
 from .ddp import backward as backward  # the same
+from .ddp import slots as slots
 from .ddp import unscale
+from .state import NOTHING, Piece, live, trained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..planning import Plan
     from ..recipe import Recipe
+    from .ranks import Ranks
 
 
 def options() -> dict[str, Any]:
@@ -161,3 +164,18 @@ def settle(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def pieces(model: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Piece]:
+    """Yield this rank's rows of every parameter; where shards have copies (HSDP) only the first copy saves."""
+    from torch.distributed.tensor import Shard
+
+    for name, parameter in trained(model):
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        if placements[-1] != Shard(0):
+            raise RuntimeError(f"{name} is sharded as {placements}, not by its first dimension")
+        rows, rest = parameter.shape[0], parameter.shape[1:].numel()
+        start = min(mesh.get_local_rank(-1) * -(-rows // mesh.size(-1)), rows) * rest  # as torch.chunk cuts
+        local = {k: v.to_local() for k, v in live(parameter, optimizer.optimizer.state[parameter]).items()}  # type: ignore[attr-defined]
+        is_first_copy = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+        yield Piece(name, start, local, slice(0, local["weight"].numel()) if is_first_copy else NOTHING)

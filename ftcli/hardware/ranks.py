@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -50,6 +50,14 @@ class Ranks:
         if self.world > 1:
             dist.all_reduce(total)
         return total
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in order of rank; any small object."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self._group)
+        return found
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

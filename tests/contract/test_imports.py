@@ -33,6 +33,8 @@ LIGHT_MODULES = [
     "errors",
     "assets",
     "run_folder",
+    "checkpoint_folder",
+    "resumption",
     "faults",
     "new_recipe",
     "recipe_file",

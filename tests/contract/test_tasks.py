@@ -11,7 +11,7 @@ import torch
 
 from ftcli import tasks
 from ftcli.cache import prepare_rows
-from ftcli.run import Rows
+from ftcli.loaders import Rows
 from ftcli.sampling import PADDING
 
 from ..multiprocess.cells import cell, write_inputs

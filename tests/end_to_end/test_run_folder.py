@@ -34,7 +34,15 @@ TEXT = {
     "data": {"train": "texts.jsonl", "eval_rows": 5},
 }
 IMAGE = {"task": "image_classification", "model": {"name": "vit"}, "data": {"train": "images", "eval_rows": 5}}
-FILES = {"recipe.yaml", "profile.yaml", "environment.json", "metrics.jsonl", "status.json", "probe.safetensors"}
+FILES = {
+    "recipe.yaml",
+    "profile.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "status.json",
+    "probe.safetensors",
+    "checkpoints",
+}
 WEIGHTS = {"model.safetensors", "config.json", "generation_config.json"}
 ADAPTER = {"adapter_model.safetensors", "adapter_config.json"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}

@@ -11,6 +11,7 @@ from typing import Any
 from ftcli.recipe import Recipe
 
 STEPS = 4
+SAVED_AT = 5  # of the runs that are resumed
 
 
 def write_inputs(folder: Path) -> None:
@@ -106,6 +107,50 @@ def train_recipe(recipe: Recipe, *, cpu: bool = True) -> dict[str, Any]:
         "before": {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in before.items()},
         "after": weights(run),
     }
+
+
+def save_and_resume(
+    folder: Path, names: list[str], changes: dict[str, Any], output: Path | None, sources: list[Path]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Save each cell's checkpoint into `output` on the way, and go on from those of the sources, on this profile.
+
+    Returns (cell -> its uninterrupted curve, source -> cell -> its curve after the checkpoint).
+    """
+    from ftcli.checkpoint_folder import checkpoint_path
+
+    saved = {} if output is None else {name: save_cell(cell(folder, name, **changes), output / name) for name in names}
+    resumed = {
+        source.name: {
+            name: go_on(cell(folder, name, **changes), checkpoint_path(source / name, SAVED_AT)) for name in names
+        }
+        for source in sources
+    }
+    return saved, resumed
+
+
+def save_cell(recipe: Recipe, output: Path, at: tuple[int, ...] = (SAVED_AT,)) -> dict[str, Any]:
+    """Train to the end without a pause, saving on the way; return the curve and the last weights."""
+    from ftcli.checkpoint import save
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    run = prepare(recipe, cpu=True, output=output)
+    rows = []
+    for step in steps(run):
+        rows.append((step.loss, step.grad_norm, step.samples))
+        if step.number in at:
+            save(run, step.number)
+    return {"rows": rows, "after": weights(run)}
+
+
+def go_on(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
+    """Train the steps after a checkpoint; return their curve and the last weights."""
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    run = prepare(recipe, cpu=True, resume=checkpoint)
+    rows = [(step.loss, step.grad_norm, step.samples) for step in steps(run)]
+    return {"rows": rows, "after": weights(run)}
 
 
 def weights(run: Any) -> dict[str, Any]:

@@ -62,13 +62,13 @@ def test_metrics_do_not_depend_on_processes_or_micro_size(
 
 def evaluate_with_a_row_lost(folder: Path) -> str:
     """Return what `evaluate` says when a process delivers a row twice and another never."""
-    import ftcli.run
+    import ftcli.loaders
     from ftcli.loop import evaluate
     from ftcli.run import prepare
 
     run = prepare(cell(folder, "text"), cpu=True)
-    original = ftcli.run.Rows.__getitem__
-    ftcli.run.Rows.__getitem__ = lambda rows, key: original(rows, (key[0], 0 if key[1] == 1 else key[1]))  # type: ignore[method-assign]
+    original = ftcli.loaders.Rows.__getitem__
+    ftcli.loaders.Rows.__getitem__ = lambda rows, key: original(rows, (key[0], 0 if key[1] == 1 else key[1]))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError) as caught:
         evaluate(run)
     return str(caught.value)

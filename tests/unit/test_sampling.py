@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcli.loaders import Rows
 from ftcli.sampling import PADDING, EvalOrder, TrainOrder, digest, epoch_order, held_out, seed_of
 
 SIZES = st.sampled_from([(8, 1, 1), (8, 2, 1), (8, 4, 2), (8, 8, 1), (8, 2, 4), (12, 3, 2), (12, 1, 12)])
@@ -41,6 +44,28 @@ def test_an_epoch_gives_no_row_twice_and_drops_less_than_a_batch(rows: int, seed
     )
     seen = [index for batch in order for _, index in batch]
     assert len(set(seen)) == len(seen) == per_epoch * 8
+
+
+def test_starting_a_million_samples_in_reads_no_row_before() -> None:
+    from torch.utils.data import DataLoader
+
+    class Counted:
+        read: list[int] = []
+
+        def __len__(self) -> int:
+            return 3_000_000
+
+        def __getitem__(self, index: int) -> dict[str, int]:
+            self.read.append(index)
+            return {"id": index}
+
+    where = {"first_step": 125_000, "steps": 375_000, "steps_per_epoch": 375_000}
+    order = TrainOrder(3_000_000, global_size=8, micro_size=4, seed=0, **where)
+    rows = Rows(Counted(), None, training=True)  # type: ignore[arg-type]  # no row is padding, no task is asked
+    began = time.perf_counter()
+    batch = next(iter(DataLoader(rows, batch_sampler=order, collate_fn=list)))  # type: ignore[arg-type]
+    assert time.perf_counter() - began < 5
+    assert Counted.read == [row["id"] for row in batch] == list(epoch_order(3_000_000, 0, 0)[1_000_000:1_000_004])
 
 
 @given(st.integers(1, 60), SIZES, st.integers(0, 3))

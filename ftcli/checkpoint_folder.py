@@ -1,0 +1,198 @@
+"""Checkpoints as folders of files: published whole or not at all, found, checked, described, thinned out.
+
+A run's `checkpoints/step-000120/` holds safetensors files (see checkpoint.py), `state.json` with the size and sha256
+of each, and `COMPLETE`, written last, with the sha256 of state.json. This module is light: it never imports torch,
+so that the launching parent and `ftcli show` can use it; nothing it reads can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .recipe import Best
+
+FORMAT = 1  # raised when a checkpoint can no longer be read by code that knew the format before
+CHECKPOINTS, STATE, COMPLETE = "checkpoints", "state.json", "COMPLETE"
+ABANDONED = "abandoned-"  # what another future left behind: kept until the next checkpoint is complete
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Return the folder of a run's checkpoint after `step` optimizer steps."""
+    return run / CHECKPOINTS / f"step-{step:06d}"
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a checkpoint's name says; -1 for any other folder."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Say whether a folder is one checkpoint, whole or damaged."""
+    return (folder / STATE).exists() or (folder / COMPLETE).exists() or step_of(folder) >= 0
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Return the complete checkpoints of a run folder, the oldest first; whether files are intact is not looked at."""
+    found = [folder for folder in (run / CHECKPOINTS).glob("step-*") if (folder / COMPLETE).exists()]
+    return sorted((folder for folder in found if step_of(folder) >= 0), key=step_of)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's state.json."""
+    state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+    return state
+
+
+def damage(folder: Path, *, hashes: bool = True) -> str:
+    """Return what is wrong with a checkpoint, naming the file; an empty string when it is intact.
+
+    Without `hashes` only names and sizes are compared; with them every byte is read.
+    """
+    for name in (COMPLETE, STATE):
+        if not (folder / name).is_file():
+            return f"{folder / name} is missing"
+    content = (folder / STATE).read_bytes()
+    if hashlib.sha256(content).hexdigest() != (folder / COMPLETE).read_text(encoding="utf-8", errors="replace").strip():
+        return f"{folder / STATE} is damaged: it is not the file whose sha256 stands in {COMPLETE}"
+    state = json.loads(content)
+    if state["format"] != FORMAT:
+        return f"{folder} has format {state['format']}, and this ftcli reads format {FORMAT}"
+    for name, record in state["files"].items():
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != record["size"]:
+            return f"{path} is damaged: {path.stat().st_size} bytes, not {record['size']}"
+    if hashes:
+        with ThreadPoolExecutor() as pool:  # hashing leaves Python's lock alone
+            found = dict(
+                zip(state["files"], pool.map(_sha256, (folder / name for name in state["files"])), strict=True)
+            )
+        for name, record in state["files"].items():
+            if found[name] != record["sha256"]:
+                return f"{folder / name} is damaged: its sha256 is not the one in {STATE}"
+    return ""
+
+
+def newest_intact(run: Path, *, hashes: bool = True) -> tuple[Path | None, list[str]]:
+    """Return (a run's newest intact checkpoint or None, what is wrong with each newer one)."""
+    problems: list[str] = []
+    for folder in reversed(checkpoints_of(run)):
+        if not (problem := damage(folder, hashes=hashes)):
+            return folder, problems
+        problems.append(problem)
+    return None, problems
+
+
+def write_durably(path: Path, content: bytes) -> dict[str, Any]:
+    """Write one file, see it on the disk, and return its record for state.json."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def publish(temporary: Path, folder: Path, state: dict[str, Any]) -> None:
+    """Make a folder whose files are written a checkpoint: state, COMPLETE, and its name, in this order, on the disk."""
+    record = write_durably(temporary / STATE, json.dumps(state, indent=1).encode())
+    write_durably(temporary / COMPLETE, f"{record['sha256']}\n".encode())
+    _sync(temporary)
+    if folder.exists():  # saved twice at one step, by a loop of the user's own
+        _remove(folder)
+    temporary.rename(folder)
+    _sync(folder.parent)
+
+
+def abandon(run: Path, step: int) -> None:
+    """Rename checkpoints beyond `step`, so that no later resume takes them for this run's; drop half-written ones."""
+    for folder in (run / CHECKPOINTS).glob("*"):
+        if folder.name.endswith(".tmp"):
+            shutil.rmtree(folder)
+        elif step_of(folder) > step:
+            target = folder.with_name(ABANDONED + folder.name)
+            shutil.rmtree(target, ignore_errors=True)
+            folder.rename(target)
+
+
+def prune(run: Path, keep: int | None, keep_best: Best | None) -> None:
+    """Remove all checkpoints but the newest `keep` (None: all) and the best; to be called after one is complete."""
+    folders = checkpoints_of(run)
+    best = None if keep_best is None else best_of(folders, keep_best)
+    for folder in [] if keep is None else folders[:-keep]:
+        if folder != best:
+            _remove(folder)
+    for folder in (run / CHECKPOINTS).glob(f"{ABANDONED}*"):
+        _remove(folder)
+
+
+def best_of(folders: list[Path], keep_best: Best) -> Path | None:
+    """Return the checkpoint with the best metric; of equal ones the oldest, None when none was evaluated."""
+    sign = 1 if keep_best.direction == "min" else -1
+    scores = {}
+    for folder in folders:
+        value = None if damage(folder, hashes=False) else read_state(folder)["metrics"].get(keep_best.metric)
+        if value is not None and math.isfinite(value):
+            scores[folder] = sign * value
+    return min(scores, key=lambda folder: scores[folder]) if scores else None
+
+
+def describe(folder: Path) -> list[str]:
+    """Return a checkpoint as text, one fact a line; reads no weights."""
+    from .documents import dump_document
+
+    if problem := damage(folder, hashes=False):
+        return [f"checkpoint  {folder}", f"damaged     {problem}"]
+    state = read_state(folder)
+    shapes, buffers = state["parameters"], state["buffers"]
+    count = sum(math.prod(shape) for shape in shapes.values())
+    writer = state["written_by"]
+    lines = [
+        f"checkpoint  {folder}",
+        f"step        {state['step']} of {state['steps']}, {state['optimizer_updates']} optimizer updates",
+        f"written by  {writer['profile']}: {writer['distributed_type']}, {writer['processes']} processes",
+        f"trained     {count / 1e6:.2f} million parameters in {len(shapes)} tensors, {len(buffers)} buffers",
+        f"size        {size_of(folder) / 1e6:.1f} MB in {len(state['files'])} files",
+        f"data        {state['data']['rows']} rows, fingerprint {state['data']['fingerprint']}",
+        f"versions    {', '.join(f'{name} {version}' for name, version in state['versions'].items())}",
+    ]
+    lines += [f"eval/{name}  {value:.4g}" for name, value in state["metrics"].items()]
+    lines += [f"parameter   {name} {shape}" for name, shape in shapes.items()]
+    return [*lines, "recipe:", *(f"  {line}" for line in dump_document(state["recipe"]).splitlines())]
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes that a folder's files hold."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint so that a kill halfway leaves none that looks complete."""
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """See a folder's own entries on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

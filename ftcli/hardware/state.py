@@ -1,0 +1,77 @@
+"""What a checkpoint holds of a model and its optimizer, seen the same way on every backend.
+
+A backend shows its trained parameters as pieces: stretches of the flattened parameter, each with the live tensors
+of this process that hold it. Saving copies out of them, loading copies into them, and neither gathers anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each element, beside one count of its updates
+NOTHING = slice(0, 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + n) of one parameter or buffer, flattened row by row, as this process holds them."""
+
+    name: str  # as the model names it before `prepare`
+    start: int
+    tensors: dict[str, Tensor]  # kind (weight, a moment, buffer) -> live tensor of n elements, of any shape
+    kept: slice  # which of the n elements this process saves: others hold the rest, and each is saved once
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor that the optimizer steps, and the (perhaps still empty) state that it keeps for it."""
+
+    group: dict[str, Any]
+    tensor: Tensor
+    state: dict[str, Any]
+    counts_plainly: bool = False  # in a number, as DeepSpeed's AdamW for the CPU does, and not in a tensor
+
+
+def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) of what is trained; a tied weight comes once, under its first name."""
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def live(weight: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return kind -> tensor of a weight and of as many moments as the optimizer has made for it."""
+    return {"weight": weight} | {kind: state[kind] for kind in MOMENTS if kind in state}
+
+
+def make_missing(slots: list[Slot]) -> None:
+    """Create the state of tensors that were never stepped, as AdamW itself would at its first step."""
+    for slot in slots:
+        if slot.state:
+            continue
+        slot.state.update({kind: torch.zeros_like(slot.tensor) for kind in MOMENTS})
+        if slot.counts_plainly:
+            slot.state["step"] = 0
+            continue
+        on_device = slot.group["fused"] or slot.group["capturable"]
+        slot.state["step"] = torch.zeros((), device=slot.tensor.device if on_device else "cpu")
+
+
+def updates(slots: list[Slot]) -> int:
+    """Return how often the optimizer stepped, which is one number for all it steps; waits for the device."""
+    found = {int(slot.state["step"]) for slot in slots if slot.state}
+    if len(found) > 1:
+        raise RuntimeError(f"the optimizer's parameters were stepped {sorted(found)} times, not equally often")
+    return found.pop() if found else 0
+
+
+def set_updates(slots: list[Slot], count: int) -> None:
+    """Make the optimizer believe that it stepped `count` times."""
+    for slot in slots:
+        step = slot.state["step"]
+        slot.state["step"] = step.fill_(count) if isinstance(step, torch.Tensor) else count

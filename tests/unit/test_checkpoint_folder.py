@@ -1,0 +1,129 @@
+"""Checkpoint folders: what counts as complete, what is damaged, what is kept. Files only, no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.checkpoint_folder import (
+    COMPLETE,
+    FORMAT,
+    STATE,
+    abandon,
+    best_of,
+    checkpoint_path,
+    checkpoints_of,
+    damage,
+    newest_intact,
+    prune,
+    publish,
+    write_durably,
+)
+from ftcli.recipe import Best
+
+DATA = "rank-00000-0000.safetensors"
+
+
+def write(run: Path, step: int, **more: Any) -> Path:
+    """Publish a checkpoint with one file of rubbish: what is in it is not this module's affair."""
+    folder = checkpoint_path(run, step)
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    temporary.mkdir(parents=True)
+    files = {DATA: write_durably(temporary / DATA, b"weights" * step)}
+    publish(temporary, folder, {"format": FORMAT, "step": step, "metrics": {}, "files": files} | more)
+    return folder
+
+
+def steps(run: Path) -> list[int]:
+    return [int(folder.name.removeprefix("step-")) for folder in checkpoints_of(run)]
+
+
+def test_a_published_checkpoint_is_intact_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    folder = write(tmp_path, 5)
+    assert damage(folder) == ""
+    assert {file.name for file in folder.iterdir()} == {DATA, STATE, COMPLETE}
+    assert [item.name for item in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
+
+
+def test_a_folder_without_complete_is_no_checkpoint(tmp_path: Path) -> None:
+    (write(tmp_path, 5) / COMPLETE).unlink()
+    write(tmp_path, 1000000)
+    assert steps(tmp_path) == [1000000]
+
+
+@pytest.mark.parametrize("name", [DATA, STATE, COMPLETE])
+@pytest.mark.parametrize("fault", ["one bit", "cut off", "removed", "longer"])
+def test_every_damaged_file_is_named(name: str, fault: str, tmp_path: Path) -> None:
+    path = write(tmp_path, 5) / name
+    content = path.read_bytes()
+    if fault == "removed":
+        path.unlink()
+    else:
+        flipped = bytes([content[0] ^ 1]) + content[1:]
+        path.write_bytes({"one bit": flipped, "cut off": content[:-7], "longer": content + b"x"}[fault])
+    problem = damage(path.parent)
+    assert str(path) in problem or (name == COMPLETE and COMPLETE in problem)
+    assert ("missing" if fault == "removed" else "damaged") in problem
+
+
+def test_without_hashes_sizes_are_compared_only(tmp_path: Path) -> None:
+    path = write(tmp_path, 5) / DATA
+    path.write_bytes(b"WEIGHTS" * 5)
+    assert damage(path.parent, hashes=False) == ""
+    assert "sha256" in damage(path.parent)
+
+
+def test_a_file_outside_the_folder_is_never_looked_at(tmp_path: Path) -> None:
+    record = write_durably(tmp_path / "elsewhere", b"secret")
+    folder = write(tmp_path, 5, files={"../../elsewhere": record})
+    assert "missing" in damage(folder)
+
+
+def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
+    assert f"format {FORMAT + 1}" in damage(write(tmp_path, 5, format=FORMAT + 1))
+
+
+def test_the_newest_intact_checkpoint_is_found_behind_damaged_ones(tmp_path: Path) -> None:
+    good, bad, worse = (write(tmp_path, step) for step in (5, 10, 15))
+    (bad / DATA).write_bytes(b"")
+    (worse / DATA).unlink()
+    found, problems = newest_intact(tmp_path)
+    assert found == good
+    assert [str(worse / DATA) in problems[0], str(bad / DATA) in problems[1]] == [True, True]
+    (good / STATE).write_text(json.dumps({}))
+    assert newest_intact(tmp_path)[0] is None
+
+
+def test_the_newest_stay_and_so_does_the_best(tmp_path: Path) -> None:
+    for step, loss in ((1, 3.0), (2, 1.0), (3, float("nan")), (4, 2.0), (5, 2.5)):
+        write(tmp_path, step, metrics={"loss": loss})
+    best = Best(metric="loss", direction="min")
+    prune(tmp_path, None, best)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    prune(tmp_path, 2, best)
+    assert steps(tmp_path) == [2, 4, 5]
+    assert best_of(checkpoints_of(tmp_path), Best(metric="loss", direction="max")) == checkpoint_path(tmp_path, 5)
+    prune(tmp_path, 1, None)
+    assert steps(tmp_path) == [5]
+
+
+def test_checkpoints_that_were_not_evaluated_are_never_the_best(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    assert best_of(checkpoints_of(tmp_path), Best(metric="loss", direction="min")) is None
+
+
+def test_a_future_that_is_given_up_stays_until_the_next_checkpoint(tmp_path: Path) -> None:
+    for step in (5, 10):
+        write(tmp_path, step)
+    half = checkpoint_path(tmp_path, 15).with_name("step-000015.tmp")
+    half.mkdir()
+    abandon(tmp_path, 5)
+    assert steps(tmp_path) == [5] and not half.exists()
+    assert (tmp_path / "checkpoints" / "abandoned-step-000010" / DATA).exists()
+    write(tmp_path, 10)
+    prune(tmp_path, 2, None)
+    assert sorted(item.name for item in (tmp_path / "checkpoints").iterdir()) == ["step-000005", "step-000010"]

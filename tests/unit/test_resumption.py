@@ -1,0 +1,199 @@
+"""Where a run may start: which changes of a recipe are harmless, which are told, and what a finished run is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.checkpoint_folder import checkpoint_path
+from ftcli.errors import InputError
+from ftcli.recipe import Recipe
+from ftcli.resumption import check_rows, find_start, is_done, machine_hints, recipe_changes
+from ftcli.run_folder import ORIGIN, RunFolder
+
+from .test_checkpoint_folder import DATA, write
+
+VALUES: dict[str, Any] = {
+    "task": "sft",
+    "model": {"name": "m"},
+    "data": {"train": "rows.jsonl", "eval_rows": 2},
+    "batch": {"global_size": 4},
+    "train": {"max_steps": 10},
+    "optimizer": {"learning_rate": 1e-3},
+    "schedule": {"name": "constant", "warmup_steps": 2},
+}
+
+
+def recipe(**sections: Any) -> Recipe:
+    """Return the small recipe with some keys of some sections changed."""
+    merged = {k: VALUES.get(k, {}) | v if isinstance(v, dict) else v for k, v in sections.items()}
+    return Recipe.model_validate(VALUES | merged)
+
+
+def save(run: Path, step: int) -> Path:
+    written = state(step)
+    del written["step"]
+    return write(run, step, **written)
+
+
+def state(step: int = 5, **sections: Any) -> dict[str, Any]:
+    written = recipe(**sections).model_dump(mode="json")
+    return {"recipe": written, "step": step, "data": {"rows": 40, "fingerprint": "abc"}}
+
+
+def test_an_unchanged_recipe_changes_nothing() -> None:
+    assert recipe_changes(state(), recipe()) == ([], [])
+
+
+def test_what_moves_the_curve_is_told_key_by_key_and_what_does_not_is_harmless() -> None:
+    changed = recipe(
+        optimizer={"learning_rate": 2e-3},
+        batch={"micro_size": 2},
+        seed=3,
+        log={"every_steps": 5},
+        evaluate={"every_steps": 5},
+        checkpoint={"keep": 1},
+        output="elsewhere",
+        data={"workers": 2},
+        model={"gradient_checkpointing": True, "dropout": 0.5},
+    )
+    moving, harmless = recipe_changes(state(), changed)
+    assert moving == ["seed: 0 -> 3", "model.dropout: None -> 0.5", "optimizer.learning_rate: 0.001 -> 0.002"]
+    assert {line.partition(":")[0] for line in harmless} == {
+        "batch.micro_size",
+        "log.every_steps",
+        "evaluate.every_steps",
+        "checkpoint.keep",
+        "output",
+        "data.workers",
+        "model.gradient_checkpointing",
+    }
+
+
+def test_every_machine_hint_is_found() -> None:
+    assert {
+        "batch.micro_size",
+        "data.workers",
+        "model.gradient_checkpointing",
+        "model.attn_implementation",
+    } <= set(machine_hints(Recipe))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "length", "moves"),
+    [
+        ({"name": "constant"}, {"max_steps": 20}, False),
+        ({"name": "constant"}, {"epochs": 3.0}, False),  # 40 rows, 4 a step: 30 steps
+        ({"name": "constant", "warmup_steps": 0.2}, {"max_steps": 20}, True),  # 4 steps of warm-up, not 2
+        ({"name": "cosine"}, {"max_steps": 20}, True),
+        ({"name": "linear"}, {"epochs": 1.0}, False),  # the same ten steps
+        ({"name": "linear", "warmup_steps": 5}, {"max_steps": 20}, False),  # the five steps done were warm-up
+    ],
+)
+def test_a_longer_run_is_harmless_while_the_learning_rates_used_stay(
+    schedule: dict[str, Any], length: dict[str, Any], moves: bool
+) -> None:
+    longer = Recipe.model_validate(VALUES | {"train": length, "schedule": VALUES["schedule"] | schedule})
+    moving, harmless = recipe_changes(state(schedule=schedule), longer)
+    assert bool(moving) == moves and bool(harmless) != moves
+
+
+def test_a_run_that_would_end_before_its_checkpoint_is_refused() -> None:
+    with pytest.raises(InputError, match="of step 5, and the recipe ends after 4"):
+        recipe_changes(state(), recipe(train={"max_steps": 4}))
+
+
+def test_other_rows_are_refused_unless_accepted() -> None:
+    check_rows(state(), "abc", anyway=False)
+    check_rows(state(), "xyz", anyway=True)
+    with pytest.raises(InputError, match="rows are not those"):
+        check_rows(state(), "xyz", anyway=False)
+
+
+def test_auto_starts_anew_without_checkpoints_and_refuses_when_none_is_intact(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert find_start(folder, recipe(), "auto") is None
+    good, bad = save(tmp_path, 5), save(tmp_path, 10)
+    assert find_start(folder, recipe(), "auto") == bad
+    (bad / DATA).write_bytes(b"")
+    assert find_start(folder, recipe(), "auto") == good
+    (good / DATA).write_bytes(b"")
+    with pytest.raises(InputError, match="no intact checkpoint is left") as told:
+        find_start(folder, recipe(), "auto")
+    assert [str(folder / DATA) in str(p) for folder, p in zip((bad, good), told.value.problems, strict=True)] == [
+        True
+    ] * 2
+
+
+def test_auto_follows_a_run_that_began_at_anothers_checkpoint_until_it_has_its_own(tmp_path: Path) -> None:
+    origin, folder = save(tmp_path / "run", 5), RunFolder(tmp_path / "other")
+    folder.write_json(ORIGIN, {"checkpoint": str(origin), "step": 5})
+    assert find_start(folder, recipe(), "auto") == origin
+    own = save(folder.path, 6)
+    assert find_start(folder, recipe(), "auto") == own
+
+
+def test_a_named_checkpoint_is_taken_or_refused_with_the_file_that_is_damaged(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", RunFolder(tmp_path / "other")
+    first, last = save(run, 5), save(run, 10)
+    assert find_start(other, recipe(), str(first)) == first
+    assert find_start(other, recipe(), str(run)) == last
+    assert find_start(other, recipe(), "never") is None
+    (first / DATA).unlink()
+    with pytest.raises(InputError, match=DATA):
+        find_start(other, recipe(), str(first))
+    with pytest.raises(InputError, match="no checkpoint and no run"):
+        find_start(other, recipe(), str(tmp_path / "nothing"))
+
+
+def test_a_changed_key_is_refused_unless_accepted(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    changed = recipe(optimizer={"learning_rate": 2e-3})
+    with pytest.raises(InputError, match=r"optimizer.learning_rate: 0.001 -> 0.002\n.*--resume-anyway"):
+        find_start(RunFolder(tmp_path), changed, "auto")
+    assert find_start(RunFolder(tmp_path), changed, "auto", anyway=True) == checkpoint_path(tmp_path, 5)
+
+
+def test_a_run_is_done_at_the_last_step_of_the_recipe_only(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    middle, last = save(tmp_path, 5), save(tmp_path, 10)
+    assert not is_done(folder, recipe(), last)
+    folder.write_status("done", 10, 0)
+    folder.final.mkdir()
+    assert is_done(folder, recipe(), last)
+    assert not is_done(folder, recipe(), middle)
+    assert not is_done(folder, recipe(train={"max_steps": 20}), last)
+    assert not is_done(RunFolder(tmp_path / "other"), recipe(), last)
+
+
+def test_rows_beyond_a_checkpoint_are_moved_and_so_is_one_that_was_cut_off(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (0, 1, 2, 2, 3):
+        folder.append_metrics({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    folder.rewind(2)
+    assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 2]
+    assert (tmp_path / "metrics.abandoned.jsonl").read_text() == '{"step": 3}\n{"step": 4, "lo\n'
+    folder.rewind(0)
+    assert folder.metrics() == []
+    assert len((tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_run_with_checkpoints_is_not_taken_for_one_that_never_started(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    folder = RunFolder(tmp_path)
+    folder.write_status("failed", 0, 1)
+    with pytest.raises(InputError, match="already holds a run") as told:
+        folder.claim()
+    assert "--resume auto" in str(told.value)
+    folder.claim(resuming=True)
+
+
+def test_the_best_checkpoint_needs_evaluation_rows() -> None:
+    best = {"keep_best": {"metric": "loss", "direction": "min"}}
+    assert recipe(checkpoint=best).checkpoint.keep_best is not None
+    with pytest.raises(ValueError, match="needs evaluation rows"):
+        recipe(checkpoint=best, data={"eval_rows": 0})

@@ -51,13 +51,14 @@ def environment() -> dict[str, str]:
     return kept | added
 
 
-def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path) -> list[Ended]:
-    """Start two launchers, machine 0 first, and return how each ended."""
+def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path, *changes: str) -> list[Ended]:
+    """Start two launchers, machine 0 first, and return how each ended; `changes` go to --set."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     line = [sys.executable, "-m", "ftcli", "train", recipe, "--profile", profile, "--cpu", "--num-processes", "2"]
     line += ["--main-process-ip", "127.0.0.1", "--main-process-port", str(port), "--output", str(output)]
+    line += [word for change in changes for word in ("--set", change)]
     machines = []
     for rank in (0, 1):
         command = [*line, "--machine-rank", str(rank)]
@@ -105,6 +106,26 @@ def test_two_machines_that_share_a_disk_give_the_curve_of_one_process(
     for code, out, err in on_two_machines(inputs, "recipe.yaml", profile, folder.path):
         assert code == 0 and out.splitlines()[-1] == str(folder.path), err
     assert folder.status()["state"] == "done" and folder.final.is_dir()
+    assert_same_curve(folder, single)
+
+
+@pytest.mark.slow
+def test_two_machines_give_that_curve_for_twenty_steps_at_every_micro_size(inputs: Path, tmp_path: Path) -> None:
+    twenty = "train.max_steps=20"
+    line = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--cpu", "--output", str(tmp_path / "single")]
+    subprocess.run(
+        [*line, "--set", twenty], cwd=inputs, env=environment(), check=True, timeout=120, capture_output=True
+    )
+    for micro in (1, 2, 4):
+        folder = RunFolder(tmp_path / f"micro-{micro}")
+        size = f"batch.micro_size={micro}"
+        ended = on_two_machines(inputs, "recipe.yaml", "ddp_multi_node", folder.path, twenty, size)
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        assert len(folder.training_rows()) == 20
+        assert_same_curve(folder, RunFolder(tmp_path / "single"))
+
+
+def assert_same_curve(folder: RunFolder, single: RunFolder) -> None:
     for found, wanted in zip(folder.metrics(), single.metrics(), strict=True):
         for key in wanted.keys() & {"step", "items", "samples", "learning_rate"}:
             assert found[key] == wanted[key]

@@ -222,7 +222,7 @@ def _write(run: Run, folder: Path, state: dict[str, Any], parts: Iterable[Part])
     def write() -> dict[str, Any]:
         names = (f"rank-{ranks.rank:05d}-{number:04d}.safetensors" for number in itertools.count())
         return {
-            name: write_durably(temporary / name, part.header, memoryview(part.data.numpy()))
+            name: write_durably(temporary / name, part.header, part.data.numpy().data)
             for part, name in zip(parts, names, strict=False)
         }
 

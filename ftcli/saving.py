@@ -29,7 +29,7 @@ class Saving:
     def __init__(self) -> None:
         self.has_room: bool | None = None  # for the copies of every rank on its host; None: not looked at yet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftcli-saving")
-        self._last: Future[None] | None = None
+        self._last: Future[object] | None = None
 
     def __enter__(self) -> Saving:
         return self
@@ -42,7 +42,7 @@ class Saving:
         elif isinstance(error, Exception) and self._last is not None:  # an interrupt waits for nothing
             wait_for([self._last])  # let what is good be complete; this error is the one to tell
 
-    def start(self, work: Callable[[], None]) -> None:
+    def start(self, work: Callable[[], object]) -> None:
         """Begin with a checkpoint when the last one is on the disk; raises the last one's error."""
         self.wait()
         self._last = self._thread.submit(work)

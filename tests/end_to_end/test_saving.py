@@ -31,7 +31,7 @@ RECIPE: dict[str, Any] = {
 }
 # A step is one micro-batch here: the task notes what the run has saved when it begins, and may forbid rank 1 to write.
 WATCHING_TASK = """
-import json, os, resource
+import json, os, resource, signal, time
 from ftcli.tasks import sft
 
 Options = sft.Options
@@ -48,6 +48,12 @@ class Task(sft.Task):
                 file.write(json.dumps(names) + "\\n")
         if os.environ.get("RANK") == "1" and str(self.calls) == os.environ.get("FULL_AT"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        if str(self.calls) == os.environ.get("STOP_AT"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if str(self.calls) == os.environ.get("KILL_AT"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if str(self.calls) == os.environ.get("SLOW_AT"):
+            os.fsync = lambda file: time.sleep(0.5)
         return super().loss(model, batch)
 """
 SLOW_SECONDS = 0.2  # of each call of fsync; a checkpoint needs five, and a step much less
@@ -108,6 +114,31 @@ def test_training_goes_on_while_a_slow_disk_writes_and_the_next_save_and_the_end
         assert [(file.name, file.read_bytes()) for file in sorted(a.glob("*.safetensors"))] == [
             (file.name, file.read_bytes()) for file in sorted(b.glob("*.safetensors"))
         ]
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_a_run_says_that_it_stopped_when_its_checkpoint_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOP_AT", "3")
+    with pytest.raises(SystemExit):
+        main(["train", "recipe.yaml", "--output", str(tmp_path / "run")])
+    status = RunFolder(tmp_path / "run").status()
+    assert status["state"] == "stopped" and saved_steps(tmp_path / "run")[-1] == status["step"]
+    assert (checkpoints_of(tmp_path / "run")[-1] / "COMPLETE").stat().st_mtime < status["time"]
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(inputs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--output", str(run), "--resume", "auto"]
+    trouble = os.environ | {"SLOW_AT": "4", "KILL_AT": "6", "HF_HUB_OFFLINE": "1"}
+    assert subprocess.run(command, capture_output=True, cwd=inputs, env=trouble).returncode == -9
+    assert saved_steps(run) == [2]
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=inputs, env=quiet)
+    assert done.returncode == 0 and "goes on after step 2" in done.stderr, done.stderr[-3000:]
+    assert saved_steps(run) == [2, 4, 6]
+    assert not list((run / "checkpoints").glob("*.tmp"))
 
 
 @pytest.mark.usefixtures("slow_disk")

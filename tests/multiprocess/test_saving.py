@@ -50,7 +50,7 @@ def save_both_ways(folder: Path, output: Path, precision: str) -> dict[str, Any]
     run = prepare(recipe, cpu=True, output=output / "waited")
     if run.hardware.loss_scale is not None:
         run.hardware.loss_scale.growth_interval = 1  # another scale after each step
-    parts.PART_BYTES = 20_000
+    parts.PART_BYTES = 5_000
     gate, fsync, rows, was_early = threading.Event(), os.fsync, [], True
     for step in steps(run):
         rows.append((step.loss, step.grad_norm, step.samples))

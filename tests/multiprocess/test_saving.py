@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_both_ways(folder: Path, output: Path, precision: str) -> dict[str, Any]:
-    """Save one step twice, waiting and beside training, on a disk that stands still while two more steps are trained.
+    """Save one step twice, waiting and beside training, on disks that stand still while more steps are trained.
 
     Files are small, so that most of them are written after those steps.
     """
@@ -59,9 +60,10 @@ def save_both_ways(folder: Path, output: Path, precision: str) -> dict[str, Any]
             run.folder = RunFolder(output / "beside")
             os.fsync = lambda file: (gate.wait(60), fsync(file))
             save(run, SAVED_AT, background=True)
-        if step.number == SAVED_AT + 2:
+        if step.number == SAVED_AT + 2 + run.hardware.ranks.rank:  # the disks of ranks do not end together
             was_early = bool(checkpoints_of(output / "beside"))
             gate.set()
+            time.sleep(0.5)  # this rank's thread has its message out before its main thread sends the next
     run.saving.wait()
     os.fsync = fsync
     after = weights(run)

@@ -4,20 +4,25 @@ The format is our own, on safetensors: each rank writes the stretches of flatten
 keys `kind/name@start`, and the headers of the files are the index. Any number of readers picks the stretches that
 overlap their own. torch.distributed.checkpoint does the same, but its index is a pickle (its safetensors writer cuts
 only where DTensors are cut), and DeepSpeed's flat partitions, which fit no DTensor, would have to be gathered first.
-Here nothing is gathered, a rank holds no more on the host than one part file twice, and nothing is unpickled.
+Here nothing is gathered, a rank holds no more on the host than one part file (in the background: what it saves, once),
+and nothing is unpickled.
 
-This module knows neither backends nor when a recipe may be resumed (resumption.py), nor what makes a folder a
-checkpoint (checkpoint_folder.py).
+This module knows neither backends nor threads (saving.py), nor how a file lies in memory (parts.py), nor when a recipe
+may be resumed (resumption.py), nor what makes a folder a checkpoint (checkpoint_folder.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from .checkpoint_folder import (
@@ -31,48 +36,42 @@ from .checkpoint_folder import (
     write_durably,
 )
 from .errors import InputError
+from .parts import Part, Stretches, copy, size_on_host, stretches, wait_for_copies
 from .run_folder import package_versions
+from .saving import on_every_rank
+from .supervision import say
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .hardware.state import Piece
     from .recipe import Checkpoint
     from .run import Run
 
-PART_BYTES = 256 * 2**20  # most bytes of one file, and of what a rank holds on the host while it saves
 BYTES_PER_ELEMENT = 12  # a weight and two moments, float32
 
 
 @torch.no_grad()
-def save(run: Run, step: int, metrics: dict[str, float] | None = None) -> Path | None:
+def save(run: Run, step: int, metrics: dict[str, float] | None = None, *, background: bool = False) -> Path | None:
     """Write the checkpoint of `step` into the run's folder, then remove old ones; a collective, every rank calls it.
 
     `metrics` are those of an evaluation at this very step; `checkpoint.keep_best` chooses by them. Returns the folder;
-    None when the run has none. Raises `InputError` when ranks do not share the run folder.
+    None when the run has none. It is complete on return, or with `background` when `run.saving.wait()` returns: then
+    all values are copied to the host, and the disk is a thread's affair. The next save waits by itself.
+    Raises, on every rank, `RuntimeError` when a rank could not write this checkpoint (or the last one, in the
+    background), and `InputError` when ranks do not share the run folder.
     """
     if run.folder is None or run.is_measured_only:
         return None
-    ranks, section = run.hardware.ranks, run.recipe.checkpoint
-    _check_metric(section, metrics)
-    folder = checkpoint_path(run.folder.path, step)
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    if ranks.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    state = _state(run, step, metrics or {})
-    ranks.barrier()
-    if not temporary.is_dir():
-        raise InputError(
-            f"rank {ranks.rank} does not see {temporary}",
-            hint="the run folder must lie on a file system that all machines share",
-        )
-    files = ranks.collect(_write(run, temporary))
-    if ranks.is_main:
-        state["files"] = {name: record for part in files for name, record in part.items()}
-        publish(temporary, folder, state)
-        prune(run.folder.path, section.keep, section.keep_best)
-    ranks.barrier()
+    _check_metric(run.recipe.checkpoint, metrics)
+    run.saving.wait()
+    folder, state = checkpoint_path(run.folder.path, step), _state(run, step, metrics or {})
+    live = stretches(run.hardware.pieces(run.model, run.optimizer))
+    if background and _has_room(run):
+        copies = [copy(part) for part in live]
+        wait_for_copies()
+        run.saving.start(partial(_write, run, folder, state, copies))
+    else:
+        _write(run, folder, state, map(_copied, live))
     return folder
 
 
@@ -187,41 +186,66 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _write(run: Run, folder: Path) -> dict[str, Any]:
-    """Write what this rank saves into part files; return file name -> its record."""
-    from safetensors.torch import save as serialize
-
-    files: dict[str, Any] = {}
-    part: dict[str, Tensor] = {}
-
-    def close_part() -> None:
-        if part:
-            name = f"rank-{run.hardware.ranks.rank:05d}-{len(files):04d}.safetensors"
-            files[name] = write_durably(folder / name, serialize(part))
-            part.clear()
-
-    size = 0
-    for piece in run.hardware.pieces(run.model, run.optimizer):
-        for key, values in _stretches(piece):
-            if size + values.nbytes > PART_BYTES:
-                close_part()
-                size = 0
-            part[key] = values.to("cpu", copy=True)
-            size += values.nbytes
-    close_part()
-    return files
-
-
-def _stretches(piece: Piece) -> list[tuple[str, Tensor]]:
-    """Return (key, live values `[n]`) of what this rank saves of a piece, cut so that each fits into one file."""
-    found = []
-    for kind, tensor in piece.tensors.items():
-        most = PART_BYTES // tensor.element_size()
-        flat = tensor.detach().reshape(-1)
-        for first in range(piece.kept.start, piece.kept.stop, most):
-            values = flat[first : min(first + most, piece.kept.stop)]
-            found.append((f"{kind}/{piece.name}@{piece.start + first}", values))
+def _copied(part: Stretches) -> Part:
+    """Return a part whose copy has arrived: one at a time is held."""
+    found = copy(part)
+    wait_for_copies()
     return found
+
+
+def _has_room(run: Run) -> bool:
+    """Say whether every host can hold what its ranks save; decided once, for what is held then is kept by torch."""
+    if run.saving.has_room is None:
+        ranks, needed = run.hardware.ranks, size_on_host(run.hardware.pieces(run.model, run.optimizer))
+        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        run.saving.has_room = all(ranks.collect(needed < free))
+        if not run.saving.has_room and ranks.is_main:
+            told = f"a copy of {needed / 1e9:.3g} GB in {free / 1e9:.3g} GB"
+            say(f"ftcli: training waits for the disk: host memory has no room for what a process saves ({told} here)")
+    return run.saving.has_room
+
+
+def _write(run: Run, folder: Path, state: dict[str, Any], parts: Iterable[Part]) -> None:
+    """Write and publish a checkpoint, then remove old ones; every rank calls it, on any thread.
+
+    Files appear beside `folder`, which gets its name when those of all ranks are on the disk.
+    """
+    assert run.folder is not None
+    path, ranks, section = run.folder.path, run.hardware.ranks, run.recipe.checkpoint
+    temporary, what = folder.with_name(f"{folder.name}.tmp"), f"{folder} could not be written"
+
+    def begin() -> None:
+        if ranks.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+    def write() -> dict[str, Any]:
+        names = (f"rank-{ranks.rank:05d}-{number:04d}.safetensors" for number in itertools.count())
+        return {
+            name: write_durably(temporary / name, part.header, part.data.numpy().data)
+            for part, name in zip(parts, names, strict=False)
+        }
+
+    def finish() -> None:
+        if ranks.is_main:
+            publish(temporary, folder, state)
+            prune(path, section.keep, section.keep_best)
+
+    on_every_rank(ranks, what, begin)
+    seen = on_every_rank(ranks, what, temporary.is_dir)
+    if not all(seen):
+        raise InputError(
+            f"rank {seen.index(False)} does not see {temporary}",
+            hint="the run folder must lie on a file system that all machines share",
+        )
+    try:
+        records = on_every_rank(ranks, what, write)
+        state["files"] = {name: record for part in records for name, record in part.items()}
+        on_every_rank(ranks, what, finish)
+    except RuntimeError:
+        if ranks.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)  # nothing will come of it, and the disk may be full
+        raise
 
 
 def _check_metric(section: Checkpoint, metrics: dict[str, float] | None) -> None:

@@ -95,13 +95,16 @@ def newest_intact(run: Path, *, hashes: bool = True) -> tuple[Path | None, list[
     return None, problems
 
 
-def write_durably(path: Path, content: bytes) -> dict[str, Any]:
-    """Write one file, see it on the disk, and return its record for state.json."""
+def write_durably(path: Path, *contents: bytes | memoryview) -> dict[str, Any]:
+    """Write one file, see it on the disk, and return its record for state.json; contents are of single bytes."""
+    digest = hashlib.sha256()
     with path.open("wb") as file:
-        file.write(content)
+        for content in contents:
+            file.write(content)
+            digest.update(content)
         file.flush()
         os.fsync(file.fileno())
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return {"size": sum(map(len, contents)), "sha256": digest.hexdigest()}
 
 
 def publish(temporary: Path, folder: Path, state: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ def windows(run: Run) -> Iterator[Window]:
         window = list(itertools.islice(batches, run.plan.accumulation))
         ids = torch.cat([batch.pop("sample_ids") for batch in window]).numpy()
         items = sum(run.task.count(batch) for batch in window)
-        message = [items, digest(ids), int((ids != PADDING).sum()), int(run.stop.requested())]
+        message = [items, digest(ids), int((ids != PADDING).sum()), int(run.stop.requested() or run.saving.failed())]
         yield Window(window, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
 
 
@@ -144,7 +144,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def train(run: Run) -> None:
     """Train to the end: record, evaluate, save, stop when asked; then write the final weights."""
-    with Reporter(run) as report:
+    with Reporter(run) as report, run.saving:
         if run.first_step == 0 and run.recipe.evaluate.at_start and run.eval_loader is not None:
             report.evaluation(0, evaluate(run))
         for step in steps(run):
@@ -155,11 +155,13 @@ def train(run: Run) -> None:
                 report.evaluation(step.number, metrics)
             if step.stop or _due(step.number, run.recipe.checkpoint.every_steps, run.steps):
                 started = time.perf_counter()
-                folder = save(run, step.number, metrics)
+                folder = save(run, step.number, metrics, background=run.recipe.checkpoint.background)
                 report.saved(step.number, folder, time.perf_counter() - started)
             if step.stop and step.number < run.steps:
+                run.saving.wait()
                 report.stopped(step.number)
                 return
+        run.saving.wait()
         save_final(run)
         report.done()
 

@@ -211,6 +211,13 @@ class Checkpoint(Section):
         description="How many checkpoints stay, the newest ones; null: all. With two a damaged one costs a few "
         "steps only. An old one is removed when the new one is complete.",
     )
+    background: bool = Field(
+        True,
+        description="Train on while a checkpoint is written: a step then waits only for a copy to host memory, where "
+        "each process needs room for all it saves (12 bytes for every float32 weight that is trained, divided by the "
+        "number of processes). false, or too little memory: wait for the disk, with one file of 256 MiB in memory "
+        f"at a time. {MACHINE_HINT}",
+    )
     keep_best: Best | None = Field(
         None,
         description="Let the checkpoint with the best evaluation stay too; evaluate at the steps that are saved.",

@@ -174,11 +174,12 @@ class Reporter:
             self.say(f"step {step}: evaluation " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
 
     def saved(self, step: int, folder: Path | None, seconds: float) -> None:
-        """Record that a checkpoint is complete, and that it took so long."""
+        """Record that a checkpoint is complete, or on its way, and how long training stood still for it."""
         self._away += seconds  # neither is saving
         self._since += seconds
         if folder is not None:
-            self.say(f"step {step}: saved {folder} in {seconds:.1f} s")
+            said = "writing {} in the background, training waited" if self.run.saving.pending else "saved {} in"
+            self.say(f"step {step}: {said.format(folder)} {seconds:.1f} s")
 
     def stopped(self, step: int) -> None:
         """Record that the run ended early because it was asked to."""

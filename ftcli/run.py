@@ -25,6 +25,7 @@ from .recipe_file import dump_recipe, load_recipe
 from .resumption import belongs_to, check_rows
 from .run_folder import DRY_RUN, ORIGIN, START, RunFolder, describe_environment
 from .sampling import seed_of
+from .saving import Saving
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +53,7 @@ class Run:
     facts: list[str]  # one line each, for the log
     folder: RunFolder | None = None
     stop: StopRequest = field(default_factory=StopRequest)
+    saving: Saving = field(default_factory=Saving)
     first_step: int = 0
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
 

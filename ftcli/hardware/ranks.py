@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,8 @@ class Ranks:
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.is_main = accelerator.is_main_process
         self._group = dist.new_group(backend="gloo") if self.world > 1 else None
+        # A thread that saves has a group of its own, and waits in it for the slowest disk.
+        self._savers = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.world > 1 else None
 
     def sum_later(self, values: list[int]) -> Callable[[], list[int]]:
         """Start adding up int64 values over all ranks, modulo 2^64; the returned function waits for the sums."""
@@ -51,12 +54,15 @@ class Ranks:
             dist.all_reduce(total)
         return total
 
-    def collect(self, value: Any) -> list[Any]:
-        """Return the value of every rank, in order of rank; any small object."""
+    def collect(self, value: Any, *, background: bool = False) -> list[Any]:
+        """Return the value of every rank, in order of rank; any small object.
+
+        `background`: among the threads that save, whose messages must not mix with those of the main threads.
+        """
         if self.world == 1:
             return [value]
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self._group)
+        dist.all_gather_object(found, value, group=self._savers if background else self._group)
         return found
 
     def barrier(self) -> None:

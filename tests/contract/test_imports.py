@@ -36,6 +36,7 @@ LIGHT_MODULES = [
     "checkpoint_folder",
     "resumption",
     "faults",
+    "saving",
     "new_recipe",
     "recipe_file",
     "validation",

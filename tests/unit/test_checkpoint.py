@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from ftcli import checkpoint
+from ftcli import parts
 from ftcli.checkpoint import Stored, standing
+from ftcli.checkpoint_folder import write_durably
 from ftcli.errors import InputError
 from ftcli.hardware.state import MOMENTS, Piece, Slot, make_missing, set_updates, updates
+from ftcli.parts import size_on_host, stretches
 from ftcli.recipe import Checkpoint
 
 VALUES = torch.arange(10.0)
@@ -45,12 +47,35 @@ def test_elements_that_were_not_saved_are_told(folder: Path) -> None:
 
 
 def test_a_large_piece_is_cut_so_that_no_file_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PART_BYTES", 12)  # three float32
+    monkeypatch.setattr(parts, "PART_BYTES", 12)  # three float32
     piece = Piece("w", 100, {"weight": VALUES.view(2, 5), "exp_avg": VALUES.view(2, 5)}, slice(2, 10))
-    found = checkpoint._stretches(piece)
-    assert [key for key, _ in found][:3] == ["weight/w@102", "weight/w@105", "weight/w@108"]
-    assert torch.equal(torch.cat([values for _, values in found]), torch.cat([VALUES[2:], VALUES[2:]]))
-    assert checkpoint._stretches(Piece("w", 0, {"weight": VALUES}, slice(0, 0))) == []
+    nothing = Piece("v", 0, {"weight": VALUES}, slice(0, 0))
+    found = list(stretches([nothing, piece]))
+    assert [[key for key, _ in part] for part in found][:3] == [
+        ["weight/w@102"],
+        ["weight/w@105"],
+        ["weight/w@108", "exp_avg/w@102"],
+    ]
+    assert [sum(values.nbytes for _, values in part) for part in found] == [12, 12, 12, 12, 12, 4]
+    assert torch.equal(torch.cat([v for part in found for _, v in part]), torch.cat([VALUES[2:], VALUES[2:]]))
+    assert size_on_host([nothing, piece]) == 64
+
+
+def test_a_part_is_a_safetensors_file_of_every_dtype_and_holds_the_values_of_the_moment(tmp_path: Path) -> None:
+    live = {f"weight/{dtype}@0": torch.arange(3).to(dtype) for dtype in parts.DTYPES}
+    before = {key: values.clone() for key, values in live.items()}
+    part = parts.copy(list(live.items()))
+    for values in live.values():
+        values.fill_(1)
+    record = write_durably(tmp_path / "part.safetensors", part.header, part.data.numpy().data)
+    assert record["size"] == (tmp_path / "part.safetensors").stat().st_size
+    found = load_file(tmp_path / "part.safetensors")
+    assert set(found) == set(before)
+    for key, values in before.items():
+        assert found[key].dtype == values.dtype and torch.equal(found[key], values)
+    with Stored(tmp_path, ["part.safetensors"]) as stored:
+        for dtype in parts.DTYPES:
+            assert torch.equal(stored.read("weight", str(dtype), 1, 2), before[f"weight/{dtype}@0"][1:])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""Saving beside training is exact: the files are those of a save that training waited for, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftcli.checkpoint_folder import checkpoint_path, checkpoints_of, damage, read_state
+from ftcli.testing import run_on_cpu
+
+from .cells import SAVED_AT, cell, go_on, weights, write_inputs
+
+CASES = [
+    ("single", 1, "fp16"),
+    ("ddp", 2, "fp32"),
+    ("fsdp", 2, "bf16"),
+    ("zero2", 2, "fp32"),
+    ("zero3", 2, "fp16"),
+    ("fsdp", 3, "bf16_pure"),
+    ("fsdp_offload", 2, "fp32"),
+    ("zero3_offload", 2, "fp32"),
+    ("hsdp", 4, "fp32"),
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def save_both_ways(folder: Path, output: Path, precision: str) -> dict[str, Any]:
+    """Save one step twice, waiting and beside training, on disks that stand still while more steps are trained.
+
+    Files are small, so that most of them are written after those steps.
+    """
+    from ftcli import parts
+    from ftcli.checkpoint import save
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+    from ftcli.run_folder import RunFolder
+
+    recipe = cell(folder, "sft-tied", train={"max_steps": 10}, precision=precision)
+    run = prepare(recipe, cpu=True, output=output / "waited")
+    if run.hardware.loss_scale is not None:
+        run.hardware.loss_scale.growth_interval = 1  # another scale after each step
+    parts.PART_BYTES = 5_000
+    gate, fsync, rows, was_early = threading.Event(), os.fsync, [], True
+    for step in steps(run):
+        rows.append((step.loss, step.grad_norm, step.samples))
+        if step.number == SAVED_AT:
+            save(run, SAVED_AT)
+            run.folder = RunFolder(output / "beside")
+            os.fsync = lambda file: (gate.wait(60), fsync(file))
+            save(run, SAVED_AT, background=True)
+        if step.number == SAVED_AT + 2 + run.hardware.ranks.rank:  # the disks of ranks do not end together
+            was_early = bool(checkpoints_of(output / "beside"))
+            gate.set()
+            time.sleep(0.5)  # this rank's thread has its message out before its main thread sends the next
+    run.saving.wait()
+    os.fsync = fsync
+    after = weights(run)
+    scaled = None if run.hardware.loss_scale is None else run.hardware.loss_scale.scale
+    resumed = None if scaled else go_on(recipe, checkpoint_path(output / "beside", SAVED_AT))
+    return {"rows": rows, "after": after, "was_early": was_early, "scale": scaled, "resumed": resumed}
+
+
+@pytest.mark.parametrize(
+    ("profile", "processes", "precision"),
+    [pytest.param(*case, marks=() if case[0] in ("single", "ddp") else pytest.mark.slow) for case in CASES],
+)
+def test_what_is_saved_beside_training_is_what_training_had_waited_for(
+    profile: str, processes: int, precision: str, inputs: Path, tmp_path: Path
+) -> None:
+    found = run_on_cpu(save_both_ways, inputs, tmp_path, precision, processes=processes, profile=profile)
+    assert [rank["was_early"] for rank in found] == [False] * processes
+    waited, beside = (checkpoint_path(tmp_path / name, SAVED_AT) for name in ("waited", "beside"))
+    assert damage(waited) == damage(beside) == ""
+    state = read_state(waited)
+    assert read_state(beside) == state and len(state["files"]) >= 5 * processes
+    for name in state["files"]:
+        assert (beside / name).read_bytes() == (waited / name).read_bytes()
+    if precision == "fp16":
+        assert state["loss_scale"]["scale"] != found[0]["scale"]  # five doublings and halvings later
+    else:
+        resumed = found[0]["resumed"]
+        assert resumed["rows"] == found[0]["rows"][SAVED_AT:]
+        assert all(np.array_equal(resumed["after"][name], value) for name, value in found[0]["after"].items())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, InputError
+from .errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, InputError
 
 if TYPE_CHECKING:
     from .loop import Step
@@ -183,9 +183,13 @@ class Reporter:
     def stopped(self, step: int) -> None:
         """Record that the run ended early because it was asked to."""
         if self.main:
-            self.say(f"stopped as asked after step {step} of {self.run.steps}")
+            told = f"stopped as asked after step {step} of {self.run.steps}"
+            if step == self.run.first_step:
+                told = f"stopped as asked before step {step + 1} of {self.run.steps}, nothing new to save"
+            told += f" ({self.run.stop.reason})" if self.run.stop.reason else ""  # empty when another rank was asked
+            self.say(f"{told}; --resume auto {f'goes on after step {step}' if step else 'starts from the beginning'}")
             if self.folder is not None:
-                self.folder.write_status("stopped", step, EXIT_FAILED, f"stopped as asked after step {step}")
+                self.folder.write_status("stopped", step, EXIT_RESUME, told)
 
     def done(self) -> None:
         """Record that the run is complete."""

@@ -78,7 +78,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     "stops_when_asked": """
 watch_parent()
 with StopRequest.listening(folder) as stop:
-    while not stop.requested() and not folder.status(): time.sleep(0.05)
+    if rank == 0: folder.write_status("running", 4, 0)
+    while not stop.requested() and folder.status()["state"] == "running": time.sleep(0.05)
     if rank == 0:  # the one that reads the file; real ranks agree by a collective
         (folder.path / "reason").write_text(stop.reason)
         folder.write_status("stopped", 5, 0)
@@ -86,6 +87,7 @@ with StopRequest.listening(folder) as stop:
     "ignores_everything": """
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, signal.SIG_IGN)
 watch_parent()
+if rank == 0: folder.write_status("running", 0, 0)
 time.sleep(600)
 """,
 }
@@ -247,8 +249,10 @@ def test_a_second_signal_ends_ranks_that_ignore_signals(
     assert all(is_alive(pid) for pid in rank_pids(tmp_path))
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=20)
-    assert process.returncode == 1
+    assert process.returncode == 128 + signal.SIGINT
     assert error.splitlines()[-1] == "ended by a second signal (SIGINT)"
+    status = RunFolder(tmp_path / "run").status()
+    assert (status["state"], status["exit_code"]) == ("failed", 130)
     assert_no_rank_lives(tmp_path)
 
 

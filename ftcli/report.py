@@ -74,7 +74,7 @@ class Reporter:
     ) -> None:
         if self.terminal:
             self._progress.stop()
-        if error is not None and self.folder is not None:
+        if isinstance(error, Exception) and self.folder is not None:  # an interruption is faults.py's to record
             code = EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILED
             self.folder.write_status("failed", self.number, code, f"{type(error).__name__}: {error}")
         if self.run.recipe.log.trackers and self.run.folder is not None:

@@ -84,6 +84,10 @@ with StopRequest.listening(folder) as stop:
         (folder.path / "reason").write_text(stop.reason)
         folder.write_status("stopped", 5, 0)
 """,
+    "loads_for_long": """
+watch_parent()
+time.sleep(600)
+""",
     "ignores_everything": """
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, signal.SIG_IGN)
 watch_parent()
@@ -254,6 +258,33 @@ def test_a_second_signal_ends_ranks_that_ignore_signals(
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["exit_code"]) == ("failed", 130)
     assert_no_rank_lives(tmp_path)
+
+
+def test_the_first_signal_ends_ranks_that_have_not_begun_a_step(
+    tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    RunFolder(tmp_path / "run").write_status("running", 7, 0)  # of an earlier launch that was killed
+    process = parent("loads_for_long")
+    process.send_signal(signal.SIGUSR1)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 0 and "stopped as asked before the first step" in error
+    status = RunFolder(tmp_path / "run").status()
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert_no_rank_lives(tmp_path)
+
+
+def test_ranks_do_not_die_of_a_warning_that_reaches_them_too(
+    tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    process = parent("stops_when_asked")
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.send_signal(signal.SIGUSR1)
+    time.sleep(0.3)
+    assert all(is_alive(pid) for pid in rank_pids(tmp_path))
+    process.send_signal(signal.SIGUSR1)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 0, error
+    assert (tmp_path / "run" / "reason").read_text() == "SIGUSR1"
 
 
 def test_the_death_of_the_parent_ends_the_ranks(tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]) -> None:

@@ -79,6 +79,7 @@ def supervise(
     stale = failure_records(folder)
     before = _stamp(folder, result)
     token = uuid.uuid4().hex
+    patience = 1 if result in (None, "status.json") else 0  # signals; an evaluation has nothing to save
 
     def is_loading() -> bool:
         return result == "status.json" and is_alone and _is_loading(folder, before)
@@ -87,7 +88,8 @@ def supervise(
         child = _start(command, _child_environment(token, environment or {}))
         relay = _Relay(child)
         try:
-            code = _wait(child, relay, signals, folder, stale, is_loading)
+            code = _wait(child, relay, signals, folder, stale, is_loading, patience)
+            ended_by_us = failure_records(folder) if code is None else None  # before the others fail for want of peers
         finally:
             end_processes(token)
             child.wait()
@@ -96,7 +98,8 @@ def supervise(
     if code == ENDED_EARLY:
         end_early(folder, signals.names[0])
         return
-    records = [record for record in failure_records(folder) if record not in stale]
+    found = failure_records(folder) if ended_by_us is None else ended_by_us
+    records = [record for record in found if record not in stale]
     try:
         _judge(folder, result, before, code, signals.names, records)
     except LaunchError as error:
@@ -199,8 +202,9 @@ def _wait(
     folder: RunFolder,
     stale: list[dict[str, Any]],
     is_loading: Callable[[], bool],
+    patience: int,
 ) -> int | str | None:
-    """Wait for the child's exit code; None when we must end it: a second signal, or ranks that hang.
+    """Wait for the child's exit code; None when we must end it: more signals than `patience`, or ranks that hang.
 
     `ENDED_EARLY` when a first signal finds a run that has nothing to save yet.
     """
@@ -209,12 +213,12 @@ def _wait(
         relay.pass_on(timeout=0.05)
         if not relay._threads:
             time.sleep(0.05)
-        if signals.names and not is_stopping:
+        if signals.names and patience and not is_stopping:
             is_stopping = True
             folder.write_text("stop", signals.names[0] + "\n")
             say(f"ftcli: {signals.names[0]}: stopping after the current step; a second signal ends it at once")
-        if len(signals.names) > 1:
-            say(f"ftcli: {signals.names[1]}: ending all processes")
+        if len(signals.names) > patience:
+            say(f"ftcli: {signals.names[patience]}: ending all processes")
             return None
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + 1.0
@@ -291,8 +295,9 @@ def _judge(
         if first["exit_code"] != EXIT_INPUT:
             say(f"\n{first['traceback'].rstrip()}")
         raise _failure(f"rank {first['rank']}: {first['message']}", first["exit_code"])
-    if len(signals) > 1 and code is None:
-        raise _failure(f"ended by a second signal ({signals[1]})", EXIT_SIGNAL + signal.Signals[signals[1]])
+    if signals and code is None:
+        which = "a second signal" if len(signals) > 1 else "a signal"
+        raise _failure(f"ended by {which} ({signals[-1]})", EXIT_SIGNAL + signal.Signals[signals[-1]])
     if status.get("state") == "failed":
         raise _failure(status["error"], status["exit_code"] or EXIT_FAILED)
     is_done = status.get("state") in ("done", "stopped") if result == "status.json" else is_fresh

@@ -88,6 +88,13 @@ with StopRequest.listening(folder) as stop:
 watch_parent()
 time.sleep(600)
 """,
+    "fails_when_ended": """
+watch_parent()
+if rank == 0: folder.write_status("running", 3, 0)
+def fail(*_): raise ConnectionError("closed by peer")
+signal.signal(signal.SIGTERM, fail)
+with record_failure(folder): time.sleep(600)
+""",
     "ignores_everything": """
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, signal.SIG_IGN)
 watch_parent()
@@ -271,6 +278,26 @@ def test_the_first_signal_ends_ranks_that_have_not_begun_a_step(
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
     assert_no_rank_lives(tmp_path)
+
+
+def test_a_command_that_has_nothing_to_save_ends_at_the_first_signal(
+    tmp_path: Path, launch_command: Callable[[str], list[str]]
+) -> None:
+    script = "import os, signal, time; os.kill(int(os.environ['FTCLI_PARENT']), signal.SIGTERM); time.sleep(600)"
+    with pytest.raises(LaunchError, match=r"ended by a signal \(SIGTERM\)") as caught:
+        supervise([sys.executable, "-c", script], folder=RunFolder(tmp_path), result="evaluation.json")
+    assert caught.value.exit_code == 143
+
+
+def test_a_rank_that_fails_because_we_end_its_peers_is_not_the_verdict(
+    tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    process = parent("fails_when_ended")
+    process.send_signal(signal.SIGTERM)
+    wait_until((tmp_path / "run" / "stop").exists)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 143 and error.splitlines()[-1] == "ended by a second signal (SIGTERM)"
 
 
 def test_ranks_do_not_die_of_a_warning_that_reaches_them_too(

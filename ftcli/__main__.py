@@ -1,16 +1,19 @@
 """`python -m ftcli` and `ftcli`: turns what a command raises into text on stderr and an exit code.
 
-0: done. 2: the user's input is wrong. 1: anything else. Knows no command.
+0: done. 2: the user's input is wrong. 75: stopped as asked, --resume auto goes on. 128 + signal: ended at once.
+1: anything else. Knows no command.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
-from .errors import EXIT_FAILED, EXIT_INPUT, InputError
+from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, EXIT_SIGNAL, InputError
+from .faults import Stopped
 from .supervision import LaunchError
 
 
@@ -27,9 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_INPUT)
     except LaunchError as error:  # the failing rank's error stands on stderr already
         sys.exit(error.exit_code)
+    except Stopped as signalled:
+        print(f"ftcli: {signalled}: stopped before anything was started", file=sys.stderr)
+        sys.exit(EXIT_RESUME)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+        sys.exit(EXIT_SIGNAL + signal.SIGINT)
     except Exception as error:
         if not _is_told_by_parent(error):
             traceback.print_exc()

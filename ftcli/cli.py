@@ -42,8 +42,14 @@ AccelerateArguments = Annotated[
     typer.Argument(metavar="ACCELERATE_ARGUMENT", help="After --: passed on to `accelerate launch`."),
 ]
 
+TRAIN_CODES = (
+    "SIGINT, SIGTERM and SIGUSR1 end the run after the current step with a checkpoint, a second one at once. "
+    "Exit codes: 0 done; 2 the input is wrong; 75 stopped by a signal or train.max_minutes, --resume auto goes on; "
+    "128 + signal: ended at once; 1 anything else."
+)
 
-@app.command()
+
+@app.command(epilog=TRAIN_CODES)
 def train(
     recipe: RecipeArgument,
     accelerate_arguments: AccelerateArguments = None,
@@ -101,7 +107,7 @@ def train(
     )
     if not launcher.is_launched():
         print(folder.path)
-        # A run that was stopped is not done: 1. Without a shared disk, status.json is on the first machine only.
+        # A run that was stopped is not done: 75. Without a shared disk, status.json is on the first machine only.
         raise typer.Exit(folder.status().get("exit_code", EXIT_DONE))
 
 

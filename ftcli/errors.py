@@ -1,6 +1,7 @@
 """What went wrong, where, and what to do: the only exceptions that ftcli raises on purpose.
 
-An `InputError` is the user's to mend and ends a command with exit code 2; every other exception ends it with 1.
+An `InputError` is the user's to mend and ends a command with exit code 2; every other exception ends it with 1. A
+run that was asked to stop ends with 75, sysexits' "try again": a batch system may start it again with --resume auto.
 This module knows nothing of recipes, models or hardware.
 """
 
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_INPUT = 2
+EXIT_RESUME = 75
+EXIT_SIGNAL = 128  # plus the signal's number, as shells count: ended at once, by a second signal
 
 
 @dataclass(frozen=True)

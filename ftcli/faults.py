@@ -7,6 +7,7 @@ files. This module knows nothing of models, backends or recipes, and imports tor
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -19,10 +20,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from .errors import EXIT_FAILED, EXIT_INPUT, InputError
+from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, EXIT_SIGNAL, InputError
 from .run_folder import RunFolder
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STARTED = "FTCLI_STARTED"  # when our parent started the launch, on the monotonic clock of this machine
 POLL_SECONDS = 0.5
 PEER_GRACE_SECONDS = 10.0
 
@@ -31,9 +33,9 @@ PEER_GRACE_SECONDS = 10.0
 def record_failure(folder: RunFolder | str | Path) -> Iterator[None]:
     """Write errors/rank-<r>.json when the block raises, and let the exception go on.
 
-    An `InputError` is recorded with exit code 2, anything else with 1. Under torchrun its own error file is
-    written too, so that the summary of a bare launch names the exception. The exception gets the attribute
-    `recorded`.
+    An `InputError` is recorded with exit code 2, a KeyboardInterrupt with 130, anything else with 1. Under torchrun
+    its own error file is written too, so that the summary of a bare launch names the exception. The exception gets
+    the attribute `recorded`.
     """
     try:
         yield
@@ -46,19 +48,18 @@ def record_failure(folder: RunFolder | str | Path) -> Iterator[None]:
 def _write_record(folder: Path, error: BaseException) -> None:
     rank = _rank()
     is_input = isinstance(error, InputError)
+    failed = EXIT_SIGNAL + signal.SIGINT if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
     text = str(error)
     name = type(error).__name__
     record: dict[str, Any] = {
         "rank": rank,
         "time": time.time(),
-        "exit_code": EXIT_INPUT if is_input else EXIT_FAILED,
+        "exit_code": EXIT_INPUT if is_input else failed,
         "message": text if is_input else f"{name}: {text}" if text else name,
         "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
     }
     run = RunFolder(folder)
-    status = run.status()
-    if status.get("state") == "running":
-        run.write_status("failed", status["step"], record["exit_code"], record["message"])
+    _fail(run, record["exit_code"], record["message"])
     errors = run.errors
     errors.mkdir(parents=True, exist_ok=True)
     temporary = errors / f".rank-{rank}.{os.getpid()}"
@@ -78,8 +79,12 @@ def failure_records(folder: RunFolder | str | Path) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: (record["time"], record["rank"]))
 
 
+class Stopped(KeyboardInterrupt):
+    """The run was asked to stop while it did what need not be ended: loading, or an evaluation."""
+
+
 class StopRequest:
-    """Whether this run was asked to end after the current step: by a signal, or the run folder's file `stop`.
+    """Whether this run was asked to end after the current step: by a signal, the run folder's file `stop`, or time.
 
     Use as a context manager. Below ftcli's own parent only the file counts, because the parent owns the
     signals; in this process alone, or under a bare `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count
@@ -89,11 +94,15 @@ class StopRequest:
 
     def __init__(self, folder: RunFolder | str | Path | None = None) -> None:
         self.reason = ""
-        self._file = None if folder is None else _path_of(folder) / "stop"
+        self._folder = None if folder is None else RunFolder(_path_of(folder))
         self._launched = "FTCLI_LAUNCHED" in os.environ
         self._reads_file = int(os.environ.get("LOCAL_RANK", "0")) == 0
         self._previous: dict[signal.Signals, Any] = {}
         self._next_poll = 0.0
+        self._began = float(os.environ.get(STARTED) or time.monotonic())
+        self._ends = math.inf
+        self._pid = os.getpid()
+        self._signalled = self._at_once = False
 
     @classmethod
     def listening(cls, folder: RunFolder | str | Path) -> StopRequest:
@@ -115,19 +124,51 @@ class StopRequest:
         if not self._launched:
             self._remove_file()
 
-    def requested(self) -> bool:
-        """Return whether this process knows of a request; local, free of collectives and device syncs."""
-        if not self.reason and self._file and self._reads_file and time.monotonic() >= self._next_poll:
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let a signal raise `Stopped` inside the block, wherever it finds it: there is nothing to save yet."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def start_clock(self, minutes: float | None) -> None:
+        """Make it a request when the launch, counted from its start, is older than so many minutes (None: never)."""
+        self._ends = math.inf if minutes is None else self._began + 60 * minutes
+
+    def requested(self, *, now: bool = False) -> bool:
+        """Return whether this process knows of a request; local, free of collectives and device syncs.
+
+        The file is looked at twice a second, or `now`.
+        """
+        if not self.reason and time.monotonic() >= self._ends:
+            self.reason = "train.max_minutes"
+        if not self.reason and self._folder and self._reads_file and (now or time.monotonic() >= self._next_poll):
             self._next_poll = time.monotonic() + POLL_SECONDS
-            if self._file.exists():
-                self.reason = self._file.read_text(encoding="utf-8").strip() or "stop file"
+            if self._folder.stop_file.exists():
+                self.reason = self._folder.stop_file.read_text(encoding="utf-8").strip() or "stop file"
         return bool(self.reason)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.reason:  # the second: no more patience
-            self._restore()
+        name = signal.Signals(number).name
+        if os.getpid() != self._pid:  # in a child that was forked meanwhile, which is no part of the agreement
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.reason = signal.Signals(number).name
+        elif self._signalled:  # the second: no more patience
+            self._restore()
+            if self._folder is not None and _rank() == 0:
+                _fail(self._folder, EXIT_SIGNAL + number, f"ended by a second signal ({name})")
+            os.kill(os.getpid(), number)
+        else:
+            self._signalled = True
+            self.reason = self.reason or name
+            if self._at_once:
+                raise Stopped(name)
+            if _rank() == 0:  # no print: the handler may have interrupted one
+                os.write(
+                    2, f"ftcli: {name}: stopping after the current step; a second signal ends it at once\n".encode()
+                )
 
     def _restore(self) -> None:
         for number, previous in self._previous.items():
@@ -135,8 +176,22 @@ class StopRequest:
         self._previous.clear()
 
     def _remove_file(self) -> None:
-        if self._file and self._reads_file:
-            self._file.unlink(missing_ok=True)
+        if self._folder and self._reads_file:
+            self._folder.stop_file.unlink(missing_ok=True)
+
+
+def end_early(folder: RunFolder, reason: str) -> None:
+    """Write and say that a run was stopped before its first step, and so without a checkpoint of its own."""
+    told = f"stopped as asked before the first step, nothing to save ({reason})"
+    folder.write_status("stopped", folder.status().get("step", 0), EXIT_RESUME, told)
+    print(f"ftcli: {told}; start it again with --resume auto", file=sys.stderr, flush=True)
+
+
+def _fail(folder: RunFolder, exit_code: int, message: str) -> None:
+    """Turn the status of a run that is not over into failed."""
+    status = folder.status()
+    if status.get("state") in ("loading", "running"):
+        folder.write_status("failed", status["step"], exit_code, message)
 
 
 def watch_parent() -> None:

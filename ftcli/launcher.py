@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from .devices import check_devices, count_cores, count_processes
 from .errors import InputError, Problem
+from .faults import StopRequest
 from .machines import ONE_MACHINE, Machines, machine_problems
 from .run_folder import RunFolder
 from .supervision import LaunchError, say, supervise
@@ -79,8 +80,9 @@ def train(
 
     Without a profile, and inside a launched worker, it trains in this process; with one it starts one
     subprocess. `num_processes` counts all processes of all machines. Raises `InputError` for what the user
-    can mend and `LaunchError` when launched processes fail. `resume` is `never`, `auto` (the newest intact checkpoint
-    of the run folder, if there is any) or the folder of a checkpoint or a run; a run that is done is left alone.
+    can mend, `LaunchError` when launched processes fail and `Stopped` for a signal before anything was started.
+    `resume` is `never`, `auto` (the newest intact checkpoint of the run folder, if there is any) or the folder of a
+    checkpoint or a run; a run that is done is left alone.
     `resume_anyway` accepts a recipe that gives another curve. `record_start` is what `parity` asks of its runs.
     """
     from .planning import check_inputs, check_trackers, derive_plan, derive_shards
@@ -97,7 +99,8 @@ def train(
     if dry_run and "FTCLI_LAUNCHED" not in os.environ:
         folder = folder.beside_for_rehearsal(clear=machines.rank == 0)
     resume = NEVER if dry_run else str(resume)
-    start = find_start(folder, loaded, resume, anyway=resume_anyway)
+    with StopRequest() as early, early.at_once():  # it may read every byte of a checkpoint
+        start = find_start(folder, loaded, resume, anyway=resume_anyway)
     if start is not None and is_done(folder, loaded, start):
         if os.environ.get("RANK", "0") == "0":
             say(f"ftcli: {folder.path} is done at step {folder.status()['step']}: nothing is left to resume")
@@ -231,6 +234,7 @@ def launch(
         environment=environment,
         result=result if is_first else None,
         owns_folder=is_first,
+        is_alone=machines.count == 1,
     )
 
 
@@ -339,7 +343,7 @@ def _file_for_workers(recipe: str | Path | Recipe, folder: RunFolder, machines: 
     name = "recipe.yaml" if machines.rank == 0 else f"recipe-of-machine-{machines.rank}.yaml"
     folder.write_text(name, dump_recipe(recipe))
     if machines.rank == 0:
-        folder.write_status("running", 0, 0)  # so that a launch that fails at once does not block the next one
+        folder.write_status("loading", 0, 0)  # so that a launch that fails at once does not block the next one
     return str(folder.path / name)
 
 

@@ -17,9 +17,10 @@ import torch
 
 from .artifacts import save_final
 from .checkpoint import save
+from .faults import Stopped
 from .report import Reporter
 from .sampling import PADDING, digest
-from .schedule import learning_rate
+from .schedule import due, learning_rate
 
 if TYPE_CHECKING:
     from .run import Run
@@ -36,7 +37,7 @@ class Step:
     samples: int  # digest of the ids of the rows that were really delivered, over all ranks
     rows: int
     data_seconds: float  # time this process waited for its rows
-    stop: bool  # a rank was asked to end the run
+    stop: bool  # a rank was asked to end the run, before or during this step; never true of the last
     loss_tensor: torch.Tensor
     norm_tensor: torch.Tensor
 
@@ -80,11 +81,12 @@ def steps(run: Run) -> Iterator[Step]:
     """
     accelerator, model, optimizer = run.hardware.accelerator, run.model, run.optimizer
     model.train()
+    run.stop.start_clock(run.recipe.train.max_minutes)  # not before: each launch does a step
     ahead = windows(run)
     window = next(ahead, None)
     for number in range(run.first_step, run.steps):
         assert window is not None
-        items, samples, rows, stops = window.agreed()
+        items, samples, rows, _ = window.agreed()
         rate = learning_rate(
             number,
             peak=run.recipe.optimizer.learning_rate,
@@ -115,7 +117,7 @@ def steps(run: Run) -> Iterator[Step]:
             samples=samples % 2**64,
             rows=rows,
             data_seconds=done.seconds,
-            stop=stops > 0,
+            stop=window is not None and window.agreed()[3] > 0,  # the newest message, so at this very step
             loss_tensor=run.hardware.ranks.sum_on_device(total) / max(items, 1),
             norm_tensor=norm,
         )
@@ -123,16 +125,22 @@ def steps(run: Run) -> Iterator[Step]:
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Return the task's metrics over every evaluation row, each counted exactly once, equal on every rank."""
+    """Return the task's metrics over every evaluation row, each counted exactly once, equal on every rank.
+
+    Raises `Stopped` on all ranks, after the same batch, when the run was asked to stop meanwhile.
+    """
     assert run.eval_loader is not None and run.rows.eval is not None
     run.model.eval()
     collected: dict[str, list[np.ndarray]] = {}
     with torch.no_grad():
         for batch in run.eval_loader:
+            asked = run.hardware.ranks.sum_later([int(run.stop.requested())])
             ids = batch.pop("sample_ids")
             values = run.task.eval_step(run.model, run.to_device(batch)) | {"id": ids}
             for name, value in values.items():
                 collected.setdefault(name, []).append(value.cpu().numpy())
+            if asked()[0]:
+                raise Stopped
     gathered = {name: run.hardware.ranks.gather(np.concatenate(parts)) for name, parts in collected.items()}
     real = gathered["id"] != PADDING
     order = np.argsort(gathered["id"][real], kind="stable")
@@ -143,21 +151,30 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def train(run: Run) -> None:
-    """Train to the end: record, evaluate, save, stop when asked; then write the final weights."""
+    """Train to the end: record, evaluate, save, stop when asked; then write the final weights.
+
+    Once asked to stop, nothing is begun that resuming can do: a step's evaluation that was cut short or left out is
+    not recorded, and the resumed run begins with it.
+    """
     with Reporter(run) as report, run.saving:
-        if run.first_step == 0 and run.recipe.evaluate.at_start and run.eval_loader is not None:
-            report.evaluation(0, evaluate(run))
+        metrics: dict[str, float] | None = {}
+        stops = run.hardware.ranks.any(run.stop.requested(now=True))
+        if run.starts_with_evaluation and not stops:
+            metrics = _measure(run, report, run.first_step)
+        if stops or metrics is None:
+            report.stopped(run.first_step)
+            return
         for step in steps(run):
             report.step(step)
-            metrics: dict[str, float] = {}
-            if run.eval_loader is not None and _due(step.number, run.recipe.evaluate.every_steps, run.steps):
-                metrics = evaluate(run)
-                report.evaluation(step.number, metrics)
-            if step.stop or _due(step.number, run.recipe.checkpoint.every_steps, run.steps):
+            metrics = {}
+            if run.eval_loader is not None and due(step.number, run.recipe.evaluate.every_steps, run.steps):
+                metrics = None if step.stop else _measure(run, report, step.number)
+            stops = step.stop or metrics is None
+            if stops or due(step.number, run.recipe.checkpoint.every_steps, run.steps):
                 started = time.perf_counter()
                 folder = save(run, step.number, metrics, background=run.recipe.checkpoint.background)
                 report.saved(step.number, folder, time.perf_counter() - started)
-            if step.stop and step.number < run.steps:
+            if stops:
                 run.saving.wait()
                 report.stopped(step.number)
                 return
@@ -166,8 +183,14 @@ def train(run: Run) -> None:
         report.done()
 
 
-def _due(step: int, every: int | None, last: int) -> bool:
-    return step == last or (every is not None and step % every == 0)
+def _measure(run: Run, report: Reporter, step: int) -> dict[str, float] | None:
+    """Evaluate, record and return the metrics; None when the run was asked to stop meanwhile."""
+    try:
+        metrics = evaluate(run)
+    except Stopped:
+        return None
+    report.evaluation(step, metrics)
+    return metrics
 
 
 __all__: list[Any] = ["Step", "evaluate", "steps", "train"]

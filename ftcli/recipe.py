@@ -137,11 +137,17 @@ class Batch(Section):
 
 
 class Train(Section):
-    """How long training lasts: exactly one of the two."""
+    """How long training lasts: exactly one of max_steps and epochs."""
 
     max_steps: PositiveInt | None = Field(None, description="Length of the run, in optimizer steps.")
     epochs: float | None = Field(
         None, gt=0, description="Length of the run, in passes over data.train; 0.5 is half a pass."
+    )
+    max_minutes: float | None = Field(
+        None,
+        gt=0,
+        description="Longest time from the start of one launch, in minutes: the run then saves, ends with exit code "
+        f"75, and --resume auto goes on. Each launch does one step at least. {MACHINE_HINT}",
     )
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, InputError
+from .errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, InputError
 
 if TYPE_CHECKING:
     from .loop import Step
@@ -74,7 +74,7 @@ class Reporter:
     ) -> None:
         if self.terminal:
             self._progress.stop()
-        if error is not None and self.folder is not None:
+        if isinstance(error, Exception) and self.folder is not None:  # an interruption is faults.py's to record
             code = EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILED
             self.folder.write_status("failed", self.number, code, f"{type(error).__name__}: {error}")
         if self.run.recipe.log.trackers and self.run.folder is not None:
@@ -184,9 +184,13 @@ class Reporter:
     def stopped(self, step: int) -> None:
         """Record that the run ended early because it was asked to."""
         if self.main:
-            self.say(f"stopped as asked after step {step} of {self.run.steps}")
+            told = f"stopped as asked after step {step} of {self.run.steps}"
+            if step == self.run.first_step:
+                told = f"stopped as asked before step {step + 1} of {self.run.steps}, nothing new to save"
+            told += f" ({self.run.stop.reason})" if self.run.stop.reason else ""  # empty when another rank was asked
+            self.say(f"{told}; --resume auto {f'goes on after step {step}' if step else 'starts from the beginning'}")
             if self.folder is not None:
-                self.folder.write_status("stopped", step, EXIT_FAILED, f"stopped as asked after step {step}")
+                self.folder.write_status("stopped", step, EXIT_RESUME, told)
 
     def done(self) -> None:
         """Record that the run is complete."""

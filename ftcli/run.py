@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from .cache import PreparedRows, prepare_rows
 from .checkpoint_folder import abandon, damage, read_state, step_of
 from .errors import InputError
-from .faults import StopRequest, record_failure, watch_parent, watch_peers
+from .faults import Stopped, StopRequest, end_early, record_failure, watch_parent, watch_peers
 from .loaders import build_loaders
 from .planning import Plan, derive_plan
 from .recipe import Recipe
@@ -26,6 +27,7 @@ from .resumption import belongs_to, check_rows
 from .run_folder import DRY_RUN, ORIGIN, START, RunFolder, describe_environment
 from .sampling import seed_of
 from .saving import Saving
+from .schedule import due
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +57,7 @@ class Run:
     stop: StopRequest = field(default_factory=StopRequest)
     saving: Saving = field(default_factory=Saving)
     first_step: int = 0
+    is_measured: bool = True  # the checkpoint that the run goes on from holds the metrics of its step
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
 
     @property
@@ -62,6 +65,14 @@ class Run:
         """Length of the run, in optimizer steps."""
         assert self.plan.steps is not None  # rows are known
         return self.plan.steps
+
+    @property
+    def starts_with_evaluation(self) -> bool:
+        """Whether an evaluation is due before the first step: at the start, or one that the stop before cut short."""
+        section = self.recipe.evaluate
+        if self.eval_loader is None or self.first_step == 0:
+            return self.eval_loader is not None and section.at_start
+        return not self.is_measured and due(self.first_step, section.every_steps, self.steps)
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a batch's tensors on the device of this process."""
@@ -153,6 +164,7 @@ def prepare(
     check_disk(run)
     if resume is not None:
         load(run, Path(resume))
+        run.is_measured = bool(read_state(Path(resume))["metrics"])
         facts.append(f"goes on after step {first_step} from {resume}")
     return run
 
@@ -230,27 +242,34 @@ def work(
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main and "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
         folder.claim(resuming=resuming)  # before failures are recorded: a refusal must leave no trace in another's run
-    with record_failure(folder):
+    is_alone = "FTCLI_LAUNCHED" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1"
+    with record_failure(folder), StopRequest.listening(folder) as stop:
         watch_parent()
         watch_peers(folder)
-        if is_main:
-            _write_intent(folder, recipe, profile, start)
-            if dry_run:
-                folder.write_text(
-                    DRY_RUN, "two steps, to see that everything works; the next dry run replaces this folder\n"
+        try:
+            with stop.at_once() if is_alone else nullcontext():
+                if is_main:
+                    _write_intent(folder, recipe, profile, start)
+                    if dry_run:
+                        folder.write_text(
+                            DRY_RUN, "two steps, to see that everything works; the next dry run replaces this folder\n"
+                        )
+                run = prepare(
+                    recipe, output=output, cpu=cpu, dry_run=dry_run, resume=start, resume_anyway=resume_anyway
                 )
-        run = prepare(recipe, output=output, cpu=cpu, dry_run=dry_run, resume=start, resume_anyway=resume_anyway)
-        _check_world(run, profile)
-        if run.hardware.ranks.is_main:
-            folder.rewind(run.first_step)
-            abandon(folder.path, run.first_step)
-            device = str(run.hardware.accelerator.device)
-            folder.write_json("environment.json", describe_environment(device, run.plan.processes))
-        if record_start:
-            run.is_measured_only = True
-            _record_start(run, folder)
-        with StopRequest.listening(folder) as run.stop:
-            train(run)
+                _check_world(run, profile)
+                if run.hardware.ranks.is_main:
+                    folder.rewind(run.first_step)
+                    abandon(folder.path, run.first_step)
+                    device = str(run.hardware.accelerator.device)
+                    folder.write_json("environment.json", describe_environment(device, run.plan.processes))
+                if record_start:
+                    _record_start(run, folder)
+        except Stopped:
+            end_early(folder, stop.reason)
+            return
+        run.stop = stop
+        train(run)
         run.hardware.close()
 
 
@@ -302,7 +321,7 @@ def _shortened(recipe: Recipe) -> Recipe:
 def _write_intent(folder: RunFolder, recipe: Recipe, profile: Profile | None, start: Path | None) -> None:
     folder.write_text("recipe.yaml", dump_recipe(recipe))
     folder.write_text("profile.yaml", "# trained without a profile\n" if profile is None else profile.as_yaml())
-    folder.write_status("running", 0 if start is None else step_of(start), 0)
+    folder.write_status("loading", 0 if start is None else step_of(start), 0)
     if start is not None and not belongs_to(folder, start):
         folder.write_json(ORIGIN, {"checkpoint": str(start.resolve()), "step": step_of(start)})
 

@@ -77,10 +77,10 @@ class RunFolder:
         return beside
 
     def _never_started(self) -> bool:
-        """Say whether the run that left this folder failed before its first step: nothing would be lost."""
+        """Say whether the run that left this folder ended before its first step: nothing would be lost."""
         status = self.status()
         has_results = any((self.path / name).exists() for name in OF_A_RUN[1:])
-        return status.get("state") == "failed" and status.get("step") == 0 and not has_results
+        return status.get("state") in ("failed", "stopped") and status.get("step") == 0 and not has_results
 
     def write_text(self, name: str, text: str) -> None:
         """Write one file whole or not at all."""
@@ -94,7 +94,7 @@ class RunFolder:
         self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def write_status(self, state: str, step: int, exit_code: int, error: str = "") -> None:
-        """Say where the run stands: state is running, done, stopped or failed; step counts optimizer steps."""
+        """Say where the run stands: state is loading, running, done, stopped or failed; step counts optimizer steps."""
         self.write_json(
             "status.json",
             {"state": state, "step": step, "exit_code": exit_code, "error": error, "time": time.time()},

@@ -18,3 +18,8 @@ def learning_rate(step: int, *, peak: float, name: str, steps: int, warmup_steps
     done = (step - warmup_steps) / max(1, steps - warmup_steps)
     shape = 1 - done if name == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return peak * (min_ratio + (1 - min_ratio) * shape)
+
+
+def due(step: int, every: int | None, last: int) -> bool:
+    """Say whether something is to be done after `step` steps: every so many (None: never), and after the last."""
+    return step == last or (every is not None and step % every == 0)

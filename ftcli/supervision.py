@@ -15,16 +15,19 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from .errors import EXIT_FAILED, EXIT_INPUT
-from .faults import STOP_SIGNALS, failure_records
+from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_SIGNAL
+from .faults import STARTED, STOP_SIGNALS, end_early, failure_records
 from .run_folder import RunFolder
 
 FAILURE_GRACE_SECONDS = 10.0
 TERMINATE_SECONDS = 3.0
+ENDED_EARLY = "ended before the first step"  # beside exit codes: the outcome of a launch that had nothing to save
+# Slurm sends its early warning to every process of a step, and the launchers would die of it.
+DEAF = ("sh", "-c", 'trap "" INT USR1; exec "$@"', "sh")
 # What an Accelerator in this process (a notebook's) leaves behind: it would leak into the launched ranks.
 FOREIGN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FOREIGN_PREFIXES = (
@@ -37,7 +40,10 @@ FOREIGN_PREFIXES = (
 
 
 class LaunchError(Exception):
-    """A launched run failed, and stderr says why; `exit_code` is 2 if the user's input was wrong, else 1."""
+    """A launched run failed, and stderr says why.
+
+    `exit_code` is 2 if the user's input was wrong, 128 + signal after a second signal, else 1.
+    """
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)
@@ -56,14 +62,16 @@ def supervise(
     environment: Mapping[str, str] | None = None,
     result: str | None = "status.json",
     owns_folder: bool = True,
+    is_alone: bool = True,
 ) -> None:
     """Run `command` in a session of its own, to the end of all its processes; `LaunchError` if it failed.
 
-    The first SIGINT, SIGTERM or SIGUSR1 writes the file `stop` into `folder`, a second ends everything. The
-    verdict is the file `result`, written anew into the folder by the command (status.json must also say done
-    or stopped); with `result` None it is the command's exit code. A failure recorded in errors/ always
-    counts. On a machine that is not the first, the folder may be shared and is another's: it is then not
-    cleared, failures that stand there already are an earlier run's, and status.json is not written.
+    The first SIGINT, SIGTERM or SIGUSR1 writes the file `stop` into `folder`, a second ends everything. A run that
+    has not begun its first step has nothing to save: with `is_alone`, so that no other machine waits for it, the
+    first signal ends it too, as stopped. The verdict is the file `result`, written anew into the folder by the command
+    (status.json must also say done or stopped); with `result` None it is the command's exit code. A failure recorded
+    in errors/ always counts. On a machine that is not the first, the folder may be shared and is another's: it is
+    then not cleared, failures that stand there already are an earlier run's, and status.json is not written.
     """
     folder.path.mkdir(parents=True, exist_ok=True)
     if owns_folder:
@@ -71,22 +79,32 @@ def supervise(
     stale = failure_records(folder)
     before = _stamp(folder, result)
     token = uuid.uuid4().hex
+    patience = 1 if result in (None, "status.json") else 0  # signals; an evaluation has nothing to save
+
+    def is_loading() -> bool:
+        return result == "status.json" and is_alone and _is_loading(folder, before)
+
     with _Signals() as signals:
         child = _start(command, _child_environment(token, environment or {}))
         relay = _Relay(child)
         try:
-            code = _wait(child, relay, signals, folder, stale)
+            code = _wait(child, relay, signals, folder, stale, is_loading, patience)
+            ended_by_us = failure_records(folder) if code is None else None  # before the others fail for want of peers
         finally:
             end_processes(token)
             child.wait()
             relay.finish()
             folder.stop_file.unlink(missing_ok=True)
-    records = [record for record in failure_records(folder) if record not in stale]
+    if code == ENDED_EARLY:
+        end_early(folder, signals.names[0])
+        return
+    found = failure_records(folder) if ended_by_us is None else ended_by_us
+    records = [record for record in found if record not in stale]
     try:
         _judge(folder, result, before, code, signals.names, records)
     except LaunchError as error:
         status = folder.status()
-        if owns_folder and status.get("state") == "running":  # the ranks did not come to say so
+        if owns_folder and status.get("state") in ("loading", "running"):  # the ranks did not come to say so
             folder.write_status("failed", status["step"], error.exit_code, str(error))
         raise
 
@@ -96,7 +114,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
     sys.stdout.flush()
     sys.stderr.flush()
     return subprocess.Popen(
-        list(command),
+        [*DEAF, *command],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,
@@ -111,7 +129,8 @@ def _child_environment(token: str, additions: Mapping[str, str]) -> dict[str, st
         for name, value in os.environ.items()
         if name not in FOREIGN_VARIABLES and not name.startswith(FOREIGN_PREFIXES)
     }
-    ours = {"FTCLI_LAUNCHED": token, "FTCLI_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    began = str(time.monotonic())
+    ours = {"FTCLI_LAUNCHED": token, STARTED: began, "FTCLI_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     return {**kept, **additions, **ours}
 
 
@@ -182,28 +201,43 @@ def _wait(
     signals: _Signals,
     folder: RunFolder,
     stale: list[dict[str, Any]],
-) -> int | None:
-    """Wait for the child's exit code; None when we must end it: a second signal, or ranks that hang."""
+    is_loading: Callable[[], bool],
+    patience: int,
+) -> int | str | None:
+    """Wait for the child's exit code; None when we must end it: more signals than `patience`, or ranks that hang.
+
+    `ENDED_EARLY` when a first signal finds a run that has nothing to save yet.
+    """
     is_stopping, failed_at, next_look = False, None, 0.0
     while child.poll() is None:
         relay.pass_on(timeout=0.05)
         if not relay._threads:
             time.sleep(0.05)
-        if signals.names and not is_stopping:
+        if signals.names and patience and not is_stopping:
             is_stopping = True
             folder.write_text("stop", signals.names[0] + "\n")
             say(f"ftcli: {signals.names[0]}: stopping after the current step; a second signal ends it at once")
-        if len(signals.names) > 1:
-            say(f"ftcli: {signals.names[1]}: ending all processes")
+        if len(signals.names) > patience:
+            say(f"ftcli: {signals.names[patience]}: ending all processes")
             return None
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + 1.0
+            if is_stopping and failed_at is None and is_loading():
+                return ENDED_EARLY
             if failed_at is None and any(record not in stale for record in failure_records(folder)):
                 failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > FAILURE_GRACE_SECONDS:
             say("ftcli: a rank has failed and others hang: ending all processes")
             return None
     return child.returncode
+
+
+def _is_loading(folder: RunFolder, before: tuple[int, int] | None) -> bool:
+    """Say whether the ranks have not begun the first step; once `stop` is written they will not either.
+
+    They say running first, and look for `stop` then.
+    """
+    return _stamp(folder, "status.json") == before or folder.status().get("state") == "loading"
 
 
 def end_processes(token: str) -> None:
@@ -249,7 +283,7 @@ def _judge(
     folder: RunFolder,
     result: str | None,
     before: tuple[int, int] | None,
-    code: int | None,
+    code: int | str | None,
     signals: list[str],
     records: list[dict[str, Any]],
 ) -> None:
@@ -261,8 +295,9 @@ def _judge(
         if first["exit_code"] != EXIT_INPUT:
             say(f"\n{first['traceback'].rstrip()}")
         raise _failure(f"rank {first['rank']}: {first['message']}", first["exit_code"])
-    if len(signals) > 1 and code is None:
-        raise _failure(f"ended by a second signal ({signals[1]})")
+    if signals and code is None:
+        which = "a second signal" if len(signals) > 1 else "a signal"
+        raise _failure(f"ended by {which} ({signals[-1]})", EXIT_SIGNAL + signal.Signals[signals[-1]])
     if status.get("state") == "failed":
         raise _failure(status["error"], status["exit_code"] or EXIT_FAILED)
     is_done = status.get("state") in ("done", "stopped") if result == "status.json" else is_fresh

@@ -38,6 +38,10 @@ class Ranks:
 
         return sums
 
+    def any(self, flag: bool) -> bool:
+        """Say whether a flag is true on some rank."""
+        return self.sum_later([int(flag)])()[0] > 0
+
     def gather(self, values: NDArray) -> NDArray:
         """Return the values `[n, ...]` of all ranks, concatenated in order of rank; n is equal on all of them."""
         if self.world == 1:

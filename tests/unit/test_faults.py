@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ftcli.errors import InputError
-from ftcli.faults import StopRequest, failure_records, ignore_signals_in_workers, record_failure
+from ftcli.faults import Stopped, StopRequest, failure_records, ignore_signals_in_workers, record_failure
 from ftcli.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +89,47 @@ def test_a_second_signal_does_what_it_did_before(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest.listening(tmp_path):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_time_limit_counts_from_the_start_of_the_launch_and_only_once_the_clock_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FTCLI_STARTED", str(time.monotonic() - 120))
+    stop = StopRequest()
+    assert not stop.requested()
+    stop.start_clock(None)
+    assert not stop.requested()
+    stop.start_clock(2.5)
+    assert not stop.requested()
+    stop.start_clock(1.9)
+    assert stop.requested() and stop.reason == "train.max_minutes"
+
+
+def test_a_first_signal_after_the_time_limit_is_not_the_second(tmp_path: Path) -> None:
+    with StopRequest.listening(tmp_path) as stop:
+        stop.start_clock(0.0)
+        assert stop.requested()
+        signal.raise_signal(signal.SIGTERM)  # would end this process
+    assert stop.reason == "train.max_minutes"
+
+
+def test_a_signal_where_nothing_is_to_be_saved_stops_at_once(tmp_path: Path) -> None:
+    with StopRequest.listening(tmp_path) as stop, pytest.raises(Stopped), stop.at_once():
+        signal.raise_signal(signal.SIGUSR1)
+    assert stop.reason == "SIGUSR1"
+
+
+def test_a_child_forked_meanwhile_dies_of_a_signal_as_any_process() -> None:
+    script = (
+        "import os, signal, time; from ftcli.faults import StopRequest\n"
+        "with StopRequest():\n"
+        "    child = os.fork()\n"
+        "    if not child: time.sleep(30); os._exit(0)\n"
+        "    time.sleep(0.5)  # Python drops a signal that arrives while it forks\n"
+        "    os.kill(child, signal.SIGTERM)\n"
+        "    print(os.WTERMSIG(os.waitpid(child, 0)[1]))"
+    )
+    assert run_script(script).stdout == "15\n"
 
 
 def test_below_our_parent_only_the_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,7 @@ def test_what_moves_the_curve_is_told_key_by_key_and_what_does_not_is_harmless()
         checkpoint={"keep": 1},
         output="elsewhere",
         data={"workers": 2},
+        train={"max_minutes": 30.0},
         model={"gradient_checkpointing": True, "dropout": 0.5},
     )
     moving, harmless = recipe_changes(state(), changed)
@@ -68,6 +69,7 @@ def test_what_moves_the_curve_is_told_key_by_key_and_what_does_not_is_harmless()
         "checkpoint.keep",
         "output",
         "data.workers",
+        "train.max_minutes",
         "model.gradient_checkpointing",
     }
 

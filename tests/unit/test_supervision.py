@@ -78,14 +78,27 @@ os.kill(os.getpid(), signal.SIGKILL)
     "stops_when_asked": """
 watch_parent()
 with StopRequest.listening(folder) as stop:
-    while not stop.requested() and not folder.status(): time.sleep(0.05)
+    if rank == 0: folder.write_status("running", 4, 0)
+    while not stop.requested() and folder.status()["state"] == "running": time.sleep(0.05)
     if rank == 0:  # the one that reads the file; real ranks agree by a collective
         (folder.path / "reason").write_text(stop.reason)
         folder.write_status("stopped", 5, 0)
 """,
+    "loads_for_long": """
+watch_parent()
+time.sleep(600)
+""",
+    "fails_when_ended": """
+watch_parent()
+if rank == 0: folder.write_status("running", 3, 0)
+def fail(*_): raise ConnectionError("closed by peer")
+signal.signal(signal.SIGTERM, fail)
+with record_failure(folder): time.sleep(600)
+""",
     "ignores_everything": """
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, signal.SIG_IGN)
 watch_parent()
+if rank == 0: folder.write_status("running", 0, 0)
 time.sleep(600)
 """,
 }
@@ -247,9 +260,58 @@ def test_a_second_signal_ends_ranks_that_ignore_signals(
     assert all(is_alive(pid) for pid in rank_pids(tmp_path))
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=20)
-    assert process.returncode == 1
+    assert process.returncode == 128 + signal.SIGINT
     assert error.splitlines()[-1] == "ended by a second signal (SIGINT)"
+    status = RunFolder(tmp_path / "run").status()
+    assert (status["state"], status["exit_code"]) == ("failed", 130)
     assert_no_rank_lives(tmp_path)
+
+
+def test_the_first_signal_ends_ranks_that_have_not_begun_a_step(
+    tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    RunFolder(tmp_path / "run").write_status("running", 7, 0)  # of an earlier launch that was killed
+    process = parent("loads_for_long")
+    process.send_signal(signal.SIGUSR1)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 0 and "stopped as asked before the first step" in error
+    status = RunFolder(tmp_path / "run").status()
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert_no_rank_lives(tmp_path)
+
+
+def test_a_command_that_has_nothing_to_save_ends_at_the_first_signal(
+    tmp_path: Path, launch_command: Callable[[str], list[str]]
+) -> None:
+    script = "import os, signal, time; os.kill(int(os.environ['FTCLI_PARENT']), signal.SIGTERM); time.sleep(600)"
+    with pytest.raises(LaunchError, match=r"ended by a signal \(SIGTERM\)") as caught:
+        supervise([sys.executable, "-c", script], folder=RunFolder(tmp_path), result="evaluation.json")
+    assert caught.value.exit_code == 143
+
+
+def test_a_rank_that_fails_because_we_end_its_peers_is_not_the_verdict(
+    tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    process = parent("fails_when_ended")
+    process.send_signal(signal.SIGTERM)
+    wait_until((tmp_path / "run" / "stop").exists)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 143 and error.splitlines()[-1] == "ended by a second signal (SIGTERM)"
+
+
+def test_ranks_do_not_die_of_a_warning_that_reaches_them_too(
+    tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    process = parent("stops_when_asked")
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.send_signal(signal.SIGUSR1)
+    time.sleep(0.3)
+    assert all(is_alive(pid) for pid in rank_pids(tmp_path))
+    process.send_signal(signal.SIGUSR1)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 0, error
+    assert (tmp_path / "run" / "reason").read_text() == "SIGUSR1"
 
 
 def test_the_death_of_the_parent_ends_the_ranks(tmp_path: Path, parent: Callable[[str], subprocess.Popen[str]]) -> None:

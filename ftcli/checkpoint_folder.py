@@ -59,9 +59,9 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
 
     Without `hashes` only names and sizes are compared; with them every byte is read.
     """
-    for name in (COMPLETE, STATE):
-        if not (folder / name).is_file():
-            return f"{folder / name} is missing"
+    for path in (folder / COMPLETE, folder / STATE):
+        if problem := _no_file(path):
+            return problem
     content = (folder / STATE).read_bytes()
     if hashlib.sha256(content).hexdigest() != (folder / COMPLETE).read_text(encoding="utf-8", errors="replace").strip():
         return f"{folder / STATE} is damaged: it is not the file whose sha256 stands in {COMPLETE}"
@@ -70,10 +70,15 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
         return f"{folder} has format {state['format']}, and this ftcli reads format {FORMAT}"
     for name, record in state["files"].items():
         path = folder / name
-        if Path(name).name != name or not path.is_file():
-            return f"{path} is missing"
+        if Path(name).name != name:
+            return f"{path} is missing: it would lie outside of the checkpoint"
+        if problem := _no_file(path):
+            return problem
         if path.stat().st_size != record["size"]:
             return f"{path} is damaged: {path.stat().st_size} bytes, not {record['size']}"
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in state["files"]:
+            return f"{path} is no part of this checkpoint: move it away"
     if hashes:
         with ThreadPoolExecutor() as pool:  # hashing leaves Python's lock alone
             found = dict(
@@ -83,6 +88,13 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
             if found[name] != record["sha256"]:
                 return f"{folder / name} is damaged: its sha256 is not the one in {STATE}"
     return ""
+
+
+def _no_file(path: Path) -> str:
+    """Return why a path is no file of a checkpoint; an empty string when it is one."""
+    if path.is_symlink():
+        return f"{path} is damaged: a link, not a file"
+    return "" if path.is_file() else f"{path} is missing"
 
 
 def newest_intact(run: Path, *, hashes: bool = True) -> tuple[Path | None, list[str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ftcli.__main__ import main
 from ftcli.artifacts import load_plain
@@ -208,3 +211,44 @@ def test_a_damaged_checkpoint_or_another_base_is_refused_and_nothing_is_left(
     code, said = ftcli("export", checkpoint_path(run, 2), tmp_path / "e")
     assert code == 2 and f"{file} is damaged" in said
     assert [item.name for item in tmp_path.iterdir()] == ["run"]
+
+
+MEASURED = """
+import re, sys, threading, time
+from pathlib import Path
+import peft, safetensors.torch, torch
+import ftcli.checkpoint, ftcli.exports, transformers.models.llama.modeling_llama
+
+def held():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1e3
+
+def watch():
+    while True:
+        peaks.append(held())
+        time.sleep(0.002)
+
+peaks = [held()]
+threading.Thread(target=watch, daemon=True).start()
+ftcli.exports.export(sys.argv[1], sys.argv[2], shard_size="2MB")
+print(max(peaks) - peaks[0])
+"""
+
+
+@pytest.mark.slow
+def test_an_export_holds_a_few_shards_of_a_model_and_not_all_of_it(inputs: Path, tmp_path: Path) -> None:
+    config = json.loads((inputs / "untied" / "config.json").read_text())
+    config |= {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "head_dim": 96}
+    large = Path(shutil.copytree(inputs / "untied", tmp_path / "large"))
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(large)
+    weights = sum(file.stat().st_size for file in large.glob("*.safetensors")) / 1e6
+    assert weights > 80
+    recipe = cell(inputs, "sft-untied", model={"name": str(large)}, train={"max_steps": 1})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    with pytest.raises(SystemExit):
+        main(["train", str(tmp_path / "recipe.yaml"), "--output", str(tmp_path / "run")])
+    for number, source in enumerate((tmp_path / "run", checkpoint_path(tmp_path / "run", 1))):
+        command = [sys.executable, "-c", MEASURED, str(source), str(tmp_path / f"e{number}")]
+        measured = subprocess.run(command, capture_output=True, text=True)
+        assert measured.returncode == 0, measured.stderr[-3000:]
+        assert len(list((tmp_path / f"e{number}").glob("model-*.safetensors"))) > 40
+        assert float(measured.stdout.split()[-1]) < weights / 4

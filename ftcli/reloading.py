@@ -42,7 +42,7 @@ bad = [name for name, p in parameters.items() if p.numel() == 0 or not torch.isf
 assert not bad, f"empty or not finite: {bad[:3]}"
 def digest(value):
     value = value.detach().to(dtype) if value.is_floating_point() else value.detach()
-    return hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 wrong = [name for name, wanted in asked["digests"].items() if name not in weights or digest(weights[name]) != wanted]
 assert not wrong, f"not the weights that were trained: {wrong[:3]}"
 more = sorted(parameters.keys() - asked["digests"].keys()) if asked["whole"] else []
@@ -76,7 +76,7 @@ def digest(value: Tensor) -> str:
     """Return the sha256 of a tensor's bytes on the host."""
     import torch
 
-    return hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def reload(folder: Path, proof: Proof) -> float:

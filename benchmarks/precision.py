@@ -11,6 +11,7 @@ weights does apart from what a bfloat16 residual stream does. Loss and gradient 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from ftcli.testing import run_on_processes
 
 
-def measure(recipe: str, variant: str, steps: int) -> dict[str, Any]:
+def measure(recipe: str, variant: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     """Return losses, gradient norms, trained tokens a second over the second half, and peak memory of one variant."""
     import ftcli.loop
     import ftcli.run
@@ -28,7 +29,7 @@ def measure(recipe: str, variant: str, steps: int) -> dict[str, Any]:
 
     precision = {"pure": "bf16_pure", "fp32": "fp32"}.get(variant, "bf16")
     given = [f"precision={precision}", f"train.max_steps={steps}", "evaluate.at_start=false"]
-    loaded = load_recipe(recipe, [*given, "data.eval=null"])
+    loaded = load_recipe(recipe, [*given, "data.eval=null", *overrides])
     if variant == "stock":
         _use_stock_bf16()
     if variant == "rounded":
@@ -72,6 +73,8 @@ def _use_stock_bf16() -> None:
         return found
 
     deepspeed.configure, fsdp.options = stock_configure, stock_options
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED"):  # FSDP2 casts its float32 shards itself
+        precision.load_dtype = lambda recipe: torch.bfloat16
     precision.compute_in = lambda model, recipe, device: None
     precision.check = lambda model, recipe: "left to the backend"
 
@@ -98,6 +101,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--profiles", default="zero3,fsdp")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--set", action="append", default=[], help="as `ftcli train --set`")
     arguments = parser.parse_args()
     cells = [("single", 1, variant) for variant in ("fp32", "bf16", "rounded", "pure")]
     for profile in arguments.profiles.split(","):
@@ -106,7 +110,13 @@ def main() -> None:
         name = f"{profile} x{processes} {variant}"
         try:
             found = run_on_processes(
-                measure, str(arguments.recipe), variant, arguments.steps, processes=processes, profile=profile
+                measure,
+                str(arguments.recipe),
+                variant,
+                arguments.steps,
+                arguments.set,
+                processes=processes,
+                profile=profile,
             )[0]
         except RuntimeError as error:
             print(f"{name}: failed: {str(error).strip().splitlines()[-1]}", flush=True)

@@ -51,7 +51,7 @@ def save(run: Run, step: int, metrics: dict[str, float] | None = None) -> Path |
     `metrics` are those of an evaluation at this very step; `checkpoint.keep_best` chooses by them. Returns the folder;
     None when the run has none. Raises `InputError` when ranks do not share the run folder.
     """
-    if run.folder is None:
+    if run.folder is None or run.is_measured_only:
         return None
     ranks, section = run.hardware.ranks, run.recipe.checkpoint
     _check_metric(section, metrics)

@@ -53,6 +53,7 @@ class Run:
     folder: RunFolder | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     first_step: int = 0
+    is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
 
     @property
     def steps(self) -> int:
@@ -244,6 +245,7 @@ def work(
             device = str(run.hardware.accelerator.device)
             folder.write_json("environment.json", describe_environment(device, run.plan.processes))
         if record_start:
+            run.is_measured_only = True
             _record_start(run, folder)
         with StopRequest.listening(folder) as run.stop:
             train(run)

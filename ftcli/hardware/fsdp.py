@@ -98,6 +98,7 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
 
     One parameter is whole at a time, and the reader lets go of each that it handed out.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy
     from torch.distributed.tensor import distribute_tensor
 
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -110,7 +111,7 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in members]
     memory, device = loading.HostMemory(), accelerator.device
-    offloads = bool(accelerator.state.fsdp_plugin.cpu_offload)
+    offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     for name, parameter in parameters.items():
         value = values.pop(name) if loading.is_reader() else torch.empty(parameter.shape, device=device)
         shard = distribute_tensor(value.to(device, parameter.dtype), parameter.device_mesh, parameter.placements)

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ftcli import parity
-from ftcli.comparison import TOLERANCES, Curve, compare
+from ftcli.comparison import TOLERANCES, Curve, StoredValues, compare
 from ftcli.errors import InputError
 from ftcli.profiles import load_profile
 from ftcli.recipe import Recipe
@@ -253,3 +253,16 @@ def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = judged(tmp_path, a_recipe(tmp_path), RUNS[:2], dropout=0.0)
     assert found.lines()[-1] == "curves: none: matplotlib is not installed (pip install 'ftcli[notebook]')"
+
+
+def test_stored_values_are_read_in_every_dtype_that_a_run_writes(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    values = {str(dtype): torch.randn(3, 5).to(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+    save_file(values | {"scalar": torch.tensor(2.5)}, tmp_path / "x.safetensors")
+    stored = StoredValues(tmp_path / "x.safetensors")
+    assert stored.shapes["scalar"] == ()
+    for name, value in values.items():
+        assert stored.shapes[name] == (3, 5)
+        assert stored.read(name).tolist() == value.double().flatten().tolist()

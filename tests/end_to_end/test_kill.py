@@ -124,7 +124,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("profile", "kills"), [("single", 22), ("ddp", 6), ("fsdp", 6), ("zero2", 6), ("zero3", 6)])
+@pytest.mark.parametrize(("profile", "kills"), [("single", 40), ("ddp", 12), ("fsdp", 12), ("zero2", 6), ("zero3", 6)])
 def test_runs_are_killed_at_every_kind_of_operation_on_their_files(
     profile: str, kills: int, recipe: Path, references: Callable[[str], Reference], tmp_path: Path
 ) -> None:

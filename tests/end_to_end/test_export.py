@@ -241,7 +241,7 @@ def test_an_export_holds_a_few_shards_of_a_model_and_not_all_of_it(inputs: Path,
     large = Path(shutil.copytree(inputs / "untied", tmp_path / "large"))
     LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(large)
     weights = sum(file.stat().st_size for file in large.glob("*.safetensors")) / 1e6
-    assert weights > 80
+    assert weights > 70
     recipe = cell(inputs, "sft-untied", model={"name": str(large)}, train={"max_steps": 1})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     with pytest.raises(SystemExit):

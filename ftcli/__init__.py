@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .artifacts import export as export
     from .errors import InputError as InputError
+    from .exports import export as export
     from .generation import generate as generate
     from .launcher import train as train
     from .loop import evaluate as evaluate
@@ -32,7 +32,7 @@ _HOMES = {
     "check": "planning",
     "compare_profiles": "parity",
     "evaluate": "loop",
-    "export": "artifacts",
+    "export": "exports",
     "generate": "generation",
     "load_recipe": "recipe_file",
     "prepare": "run",

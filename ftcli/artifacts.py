@@ -1,7 +1,7 @@
-"""Final weights in the form that plain transformers and peft load, and the proof that they do.
+"""Final weights in the form that plain transformers and peft load, on their way from every rank to one folder.
 
-A run writes `final/` and a probe: fixed inputs with the logits that the trained model itself gave. An export is
-reloaded without ftcli in a fresh process, and is done only when those logits come out again.
+A run writes `final/` and a probe: fixed inputs with the logits that the trained model itself gave, which an export
+(exports.py) must give again.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError
 from .recipe import Recipe
-from .recipe_file import load_recipe
 from .run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -26,34 +23,60 @@ if TYPE_CHECKING:
 
 PROBE = "probe.safetensors"
 PROBE_ROWS = 2
-# Most relative distance |a - b| / |b| between logits of the same weights, by the dtype they were computed in.
-TOLERANCES = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 3e-2, "bf16_pure": 3e-2}
-MERGED_TOLERANCE = 1e-3  # float32 merging rounds W + BA once more
 
 
 def save_final(run: Run) -> None:
-    """Write final/ and the probe of a run that has a folder; a collective, every rank calls it."""
+    """Write final/ and the probe of a run that has a folder; a collective, every rank calls it.
+
+    The main rank holds one shard of the weights, and no more.
+    """
     if run.folder is None:
-        return
-    probe = _probe(run)
-    trained_only = run.recipe.adapter.type != "none"
-    values = dict(run.hardware.parameters(run.model, trained_only=trained_only))
-    if not run.hardware.ranks.is_main:
         return
     from safetensors.torch import save_file
 
-    model: Any = run.hardware.unwrap(run.model)
-    if not trained_only:
-        persistent = model.state_dict()
-        values |= {name: buffer.detach().cpu() for name, buffer in model.named_buffers() if name in persistent}
+    probe = _probe(run)
     temporary = run.folder.path / "final.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary, state_dict=values)
+    is_main, is_adapter = run.hardware.ranks.is_main, run.recipe.adapter.type != "none"
+    if is_main:
+        shutil.rmtree(temporary, ignore_errors=True)
+    values = run.hardware.parameters(run.model, trained_only=is_adapter)
+    if not is_main:
+        for _ in values:  # takes part in making each one whole
+            pass
+        return
+    model: Any = run.hardware.unwrap(run.model)
+    here = ((name, value) for name, value in values if value is not None)  # each is, on the main rank
+    if is_adapter:
+        model.save_pretrained(temporary, state_dict=dict(here))
+    else:
+        _write_model(model, here, temporary)
     run.task.save_processor(str(temporary))
-    (temporary / "README.md").write_text(model_card(run.recipe, run.folder), encoding="utf-8")
-    save_file(probe, run.folder.path / PROBE)
+    (temporary / "README.md").write_text(model_card(run.recipe, last_metrics(run.folder)), encoding="utf-8")
+    save_file(probe, run.folder.path / PROBE, metadata={"step": str(run.steps)})
     shutil.rmtree(run.folder.final, ignore_errors=True)  # of a run that was resumed to go further
     temporary.rename(run.folder.final)
+
+
+def _write_model(model: Any, values: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """Write a whole model's configuration and weights, each of which is taken when its turn comes."""
+    import torch
+
+    from .hardware import full_shape
+    from .shards import SHARD_SIZE, save_weights, shard_bytes
+
+    persistent = model.state_dict()
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if name in persistent}
+    shapes = {name: (full_shape(parameter), parameter.dtype) for name, parameter in model.named_parameters()}
+    shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
+    wanted = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+
+    def all_values() -> Iterator[tuple[str, Tensor]]:
+        yield from values
+        for name, buffer in buffers.items():
+            yield name, buffer.cpu()
+
+    model.save_pretrained(folder, state_dict={})  # all but the weights
+    save_weights(model, wanted, all_values(), folder, shard_bytes(SHARD_SIZE))
 
 
 def _probe(run: Run) -> dict[str, Tensor]:
@@ -68,14 +91,15 @@ def _probe(run: Run) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in inputs.items()} | {"logits": logits.float().cpu().contiguous()}
 
 
-def model_card(recipe: Recipe, folder: RunFolder) -> str:
+def last_metrics(folder: RunFolder) -> dict[str, float]:
+    """Return what a run's last evaluation measured; nothing without one."""
+    rows = [{name: value for name, value in row.items() if name.startswith("eval/")} for row in folder.metrics()]
+    return {name.removeprefix("eval/"): value for name, value in next((row for row in rows[::-1] if row), {}).items()}
+
+
+def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
     """Return the README of the trained weights."""
-    evaluations = [row for row in folder.metrics() if any(name.startswith("eval/") for name in row)]
-    measured = [
-        f"| {name.removeprefix('eval/')} | {value:.4f} |"
-        for name, value in (evaluations[-1].items() if evaluations else ())
-        if name.startswith("eval/")
-    ]
+    measured = [f"| {name} | {value:.4f} |" for name, value in metrics.items()]
     table = ["| metric | value |", "|---|---|", *measured] if measured else ["Not evaluated."]
     kind = "LoRA adapter for" if recipe.adapter.type == "lora" else "Fine-tuned from"
     base = recipe.model.name
@@ -96,129 +120,18 @@ def model_card(recipe: Recipe, folder: RunFolder) -> str:
     )
 
 
-def export(run: str | Path, directory: str | Path, *, merge: bool = False) -> Path:
-    """Write the trained weights of a run folder into `directory` for plain transformers or peft; return it.
+def load_plain(auto_class: str, folder: Path, labels: int = 0, dtype: str = "float32") -> Any:
+    """Return the model in `folder`, full or adapter, on the host, as any user of transformers loads it.
 
-    With `merge` a LoRA adapter is merged into its base model. What was written is loaded again in a fresh process
-    and must give the logits that the trained model gave; raises `RuntimeError`, and writes nothing, if it does not.
+    `dtype` auto leaves weights in that of their files. `labels` is the width of a classifier's head that an adapter
+    brings with it; 0 where the base has its own head.
     """
-    folder, target = RunFolder(run), Path(directory).absolute()
-    if not folder.final.is_dir():
-        raise InputError(f"{folder.path} has no final weights", hint="has the run ended? `ftcli show RUN` tells")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"{target} already holds something", hint="export into a new folder")
-    adapter = (folder.final / "adapter_config.json").exists()
-    if merge and not adapter:
-        raise InputError("--merge is for adapter runs; this run trained the whole model", hint="leave --merge out")
-    recipe = load_recipe(folder.path / "recipe.yaml")
-    temporary = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        distance = _write_and_compare(recipe, folder, temporary, merge=merge)
-        if target.exists():
-            target.rmdir()
-        temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    print(
-        f"ftcli: {target} loads in plain transformers; its logits are within {distance:.1e} of the trained model's",
-        file=sys.stderr,
-    )
-    return target
-
-
-def _write_and_compare(recipe: Recipe, folder: RunFolder, temporary: Path, *, merge: bool) -> float:
-    """Write the export and return how far its logits are from the probe's; raises when that is too far."""
-    auto_class = _auto_class(recipe)
-    shutil.copytree(folder.final, temporary)
-    tolerance, labels = TOLERANCES[recipe.precision], _labels(auto_class, folder.path / PROBE)
-    if merge:
-        _merge(auto_class, folder.final, temporary, labels)
-        tolerance = max(tolerance, MERGED_TOLERANCE)
-    distance = _reload_and_compare(auto_class, temporary, folder.path / PROBE, labels)
-    if not distance <= tolerance:
-        raise RuntimeError(f"reloaded logits are {distance:.2g} away from the trained model's (most: {tolerance:g})")
-    return distance
-
-
-def _auto_class(recipe: Recipe) -> str:
-    from .tasks import find_task
-
-    name: str = find_task(recipe.task).Task.auto_class
-    return name
-
-
-def _labels(auto_class: str, probe: Path) -> int:
-    """Return the width of the trained classifier's head, or 0 for a language model."""
-    from safetensors import safe_open
-
-    if auto_class == "AutoModelForCausalLM":
-        return 0
-    with safe_open(probe, framework="pt") as file:
-        width: int = file.get_slice("logits").get_shape()[-1]
-    return width
-
-
-def _merge(auto_class: str, adapter: Path, target: Path, labels: int) -> None:
-    """Replace the adapter's files in `target` by the merged model's."""
-    model = load_plain(auto_class, adapter, labels).merge_and_unload()
-    for file in target.glob("adapter_*"):
-        file.unlink()
-    model.save_pretrained(target)
-    card = target / "README.md"
-    text = card.read_text(encoding="utf-8").replace("library_name: peft", "library_name: transformers")
-    card.write_text(text.replace("# LoRA adapter for", "# Fine-tuned (LoRA, merged) from"), encoding="utf-8")
-
-
-def load_plain(auto_class: str, folder: Path, labels: int = 0) -> Any:
-    """Return the model in `folder`, full or adapter, in float32 on the host, as any user of transformers loads it.
-
-    `labels` is the width of a classifier's head that an adapter brings with it; 0 where the base has its own head.
-    """
-    import torch
-
     auto = getattr(importlib.import_module("transformers"), auto_class)
     config = folder / "adapter_config.json"
     if not config.exists():
-        return auto.from_pretrained(folder, dtype=torch.float32).eval()
+        return auto.from_pretrained(folder, dtype=dtype).eval()
     from peft import PeftModel
 
     head = {"num_labels": labels, "ignore_mismatched_sizes": True} if labels else {}
     base = json.loads(config.read_text())["base_model_name_or_path"]
-    return PeftModel.from_pretrained(auto.from_pretrained(base, dtype=torch.float32, **head), str(folder)).eval()
-
-
-RELOAD = """
-import json, sys
-import torch, transformers
-from safetensors.torch import load_file
-auto_class, folder, probe, labels = sys.argv[1:]
-inputs = load_file(probe)
-wanted = inputs.pop("logits")
-auto = getattr(transformers, auto_class)
-try:
-    config = json.load(open(folder + "/adapter_config.json"))
-except FileNotFoundError:
-    model = auto.from_pretrained(folder, dtype=torch.float32)
-else:
-    from peft import PeftModel
-    more = {} if labels == "0" else {"num_labels": int(labels), "ignore_mismatched_sizes": True}
-    base = auto.from_pretrained(config["base_model_name_or_path"], dtype=torch.float32, **more)
-    model = PeftModel.from_pretrained(base, folder)
-bad = [name for name, p in model.named_parameters() if p.numel() == 0 or not torch.isfinite(p).all()]
-assert not bad, f"empty or not finite: {bad[:3]}"
-with torch.no_grad():
-    logits = model.eval()(**inputs).logits.float()
-real = inputs["attention_mask"].bool() if logits.ndim == 3 else slice(None)
-print((torch.linalg.vector_norm(logits[real] - wanted[real]) / torch.linalg.vector_norm(wanted[real])).item())
-"""
-
-
-def _reload_and_compare(auto_class: str, folder: Path, probe: Path, labels: int) -> float:
-    """Return the relative distance between the logits of `folder`, loaded by plain transformers in a fresh process
-    that never imports ftcli, and those in the probe."""
-    command = [sys.executable, "-c", RELOAD, auto_class, str(folder), str(probe), str(labels)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(f"{folder} does not load in plain transformers:\n{result.stderr[-2000:]}")
-    return float(result.stdout.split()[-1])
+    return PeftModel.from_pretrained(auto.from_pretrained(base, dtype=dtype, **head), str(folder)).eval()

@@ -178,7 +178,7 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
             "distributed_type": run.hardware.distributed_type,
             "processes": run.plan.processes,
         },
-        "data": {"fingerprint": run.rows.fingerprint, "rows": run.plan.rows},
+        "data": {"fingerprint": run.rows.fingerprint, "rows": run.plan.rows, "facts": run.rows.facts},
         "versions": package_versions(),
         "parameters": run.hardware.trained_shapes(run.model),
         "buffers": [piece.name for piece in run.hardware.pieces(run.model, run.optimizer) if "buffer" in piece.tensors],

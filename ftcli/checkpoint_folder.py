@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,9 +60,9 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
 
     Without `hashes` only names and sizes are compared; with them every byte is read.
     """
-    for name in (COMPLETE, STATE):
-        if not (folder / name).is_file():
-            return f"{folder / name} is missing"
+    for path in (folder / COMPLETE, folder / STATE):
+        if problem := _no_file(path):
+            return problem
     content = (folder / STATE).read_bytes()
     if hashlib.sha256(content).hexdigest() != (folder / COMPLETE).read_text(encoding="utf-8", errors="replace").strip():
         return f"{folder / STATE} is damaged: it is not the file whose sha256 stands in {COMPLETE}"
@@ -70,10 +71,15 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
         return f"{folder} has format {state['format']}, and this ftcli reads format {FORMAT}"
     for name, record in state["files"].items():
         path = folder / name
-        if Path(name).name != name or not path.is_file():
-            return f"{path} is missing"
+        if Path(name).name != name:
+            return f"{path} is missing: it would lie outside of the checkpoint"
+        if problem := _no_file(path):
+            return problem
         if path.stat().st_size != record["size"]:
             return f"{path} is damaged: {path.stat().st_size} bytes, not {record['size']}"
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in state["files"]:
+            return f"{path} is no part of this checkpoint: move it away"
     if hashes:
         with ThreadPoolExecutor() as pool:  # hashing leaves Python's lock alone
             found = dict(
@@ -83,6 +89,13 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
             if found[name] != record["sha256"]:
                 return f"{folder / name} is damaged: its sha256 is not the one in {STATE}"
     return ""
+
+
+def _no_file(path: Path) -> str:
+    """Return why a path is no file of a checkpoint; an empty string when it is one."""
+    if path.is_symlink():
+        return f"{path} is damaged: a link, not a file"
+    return "" if path.is_file() else f"{path} is missing"
 
 
 def newest_intact(run: Path, *, hashes: bool = True) -> tuple[Path | None, list[str]]:
@@ -158,21 +171,41 @@ def describe(folder: Path) -> list[str]:
     if problem := damage(folder, hashes=False):
         return [f"checkpoint  {folder}", f"damaged     {problem}"]
     state = read_state(folder)
-    shapes, buffers = state["parameters"], state["buffers"]
-    count = sum(math.prod(shape) for shape in shapes.values())
-    writer = state["written_by"]
-    lines = [
-        f"checkpoint  {folder}",
-        f"step        {state['step']} of {state['steps']}, {state['optimizer_updates']} optimizer updates",
-        f"written by  {writer['profile']}: {writer['distributed_type']}, {writer['processes']} processes",
-        f"trained     {count / 1e6:.2f} million parameters in {len(shapes)} tensors, {len(buffers)} buffers",
-        f"size        {size_of(folder) / 1e6:.1f} MB in {len(state['files'])} files",
-        f"data        {state['data']['rows']} rows, fingerprint {state['data']['fingerprint']}",
-        f"versions    {', '.join(f'{name} {version}' for name, version in state['versions'].items())}",
+    recipe, writer = state["recipe"], state["written_by"]
+    processes = _some(writer["processes"], "process", "es")
+    count = sum(math.prod(shape) for shape in state["parameters"].values())
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / STATE).stat().st_mtime))
+    facts = {
+        "checkpoint": str(folder),
+        "trains": f"{recipe['task']} of {recipe['model']['name']}, adapter {recipe['adapter']['type']}",
+        "step": f"{state['step']} of {state['steps']}, {state['optimizer_updates']} optimizer updates",
+        "saved": f"{saved}, {size_of(folder) / 1e6:.1f} MB in {_some(len(state['files']), 'file')}",
+        "written by": f"{writer['profile']}: {writer['distributed_type']}, {processes}",
+        "trained": f"{count:,} elements in {_some(len(state['parameters']), 'tensor')}",
+        "buffers": _some(len(state["buffers"]), "tensor"),
+        "loss scale": "none" if state["loss_scale"] is None else json.dumps(state["loss_scale"]),
+        "data": f"{state['data']['rows']} rows, fingerprint {state['data']['fingerprint']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in state["versions"].items()),
+    } | {f"eval/{name}": f"{value:.4g}" for name, value in state["metrics"].items()}
+    width = max(map(len, facts))
+    lines = [f"{name:<{width}}  {text}" for name, text in facts.items()]
+    lines += ["parameters:", *(f"  {line}" for line in _grouped(state["parameters"]))]
+    return [*lines, "recipe:", *(f"  {line}" for line in dump_document(recipe).splitlines())]
+
+
+def _grouped(shapes: dict[str, list[int]]) -> list[str]:
+    """Return names with shapes, those that differ in numbers alone (one layer from the next) as one line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, shape in shapes.items():
+        groups.setdefault((re.sub(r"\d+", "*", name), str(shape)), []).append(name)
+    return [
+        f"{names[0]} {shape}" if len(names) == 1 else f"{pattern} {shape}, {len(names)} times"
+        for (pattern, shape), names in groups.items()
     ]
-    lines += [f"eval/{name}  {value:.4g}" for name, value in state["metrics"].items()]
-    lines += [f"parameter   {name} {shape}" for name, shape in shapes.items()]
-    return [*lines, "recipe:", *(f"  {line}" for line in dump_document(state["recipe"]).splitlines())]
+
+
+def _some(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def size_of(folder: Path) -> int:

@@ -227,14 +227,19 @@ def evaluate(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run folder, or one of its checkpoints.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the weights.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into its base model.")] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="D", help="float32, bfloat16 or float16. Default: as trained."),
+    ] = None,
+    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Most of one file.")] = "5GB",
 ) -> None:
-    """Write a run's weights for transformers, checked."""
-    from . import artifacts
+    """Write trained weights for transformers, checked."""
+    from . import exports
 
-    print(artifacts.export(run, directory, merge=merge))
+    print(exports.export(source, directory, merge=merge, dtype=dtype, shard_size=shard_size))
 
 
 @app.command()

@@ -328,7 +328,7 @@ def test_more_processes_than_gpus_are_refused(tmp_path: Path, ftcli: Ftcli, monk
     ("arguments", "wanted"),
     [
         (("evaluate", "nowhere"), ("nowhere holds no run", "--output")),
-        (("export", "nowhere", "new"), ("nowhere has no final weights",)),
+        (("export", "nowhere", "new"), ("nowhere has no final weights and no checkpoint",)),
         (("show", "nowhere"), ("nothing to show under 'nowhere'",)),
         (("generate", "nobody/nothing", "--prompt", "x"), ("neither on this machine nor",)),
         (("generate", "vit", "--prompt", "x"), ("cannot load vit",)),

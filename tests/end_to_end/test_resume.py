@@ -241,10 +241,13 @@ def test_show_tells_what_is_in_a_checkpoint_and_which_a_run_has(ftcli: Ftcli, fi
     code, said = ftcli("show", last)
     assert code == 0
     for wanted in (
-        "step        8 of 8",
-        "no profile: NO, 1 processes",
-        "learning_rate: 0.005",
-        "model.norm.weight [32]",
+        "step             8 of 8, 8 optimizer updates\n",
+        "trains           ./troubled.py of tied, adapter none\n",
+        "no profile: NO, 1 process\n",
+        "eval/perplexity  ",
+        "  learning_rate: 0.005\n",
+        "\n  model.norm.weight [32]\n",
+        "\n  model.layers.*.mlp.up_proj.weight [63, 32], 2 times\n",
     ):
         assert wanted in said
     code, said = ftcli("show", finished)

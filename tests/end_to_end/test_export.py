@@ -1,0 +1,254 @@
+"""Any checkpoint becomes a folder of plain transformers or peft with the trained model's logits. Tiny models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ftcli.__main__ import main
+from ftcli.artifacts import load_plain
+from ftcli.checkpoint_folder import checkpoint_path
+from ftcli.recipe_file import load_recipe
+from ftcli.run import prepare
+
+from ..multiprocess.cells import CELLS, cell, write_inputs
+
+CLASSES = {
+    "sft": "AutoModelForCausalLM",
+    "text_classification": "AutoModelForSequenceClassification",
+    "image_classification": "AutoModelForImageClassification",
+}
+NAMES = [
+    "sft-tied",
+    "text-lora",
+    "mobilenet",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("sft-untied", "sft-lora")),
+]
+Ftcli = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives a finished run of a cell, with the checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(name: str) -> Path:
+        if not (folder / name).exists():
+            model = {"name": str(inputs / CELLS[name][1]), "dropout": 0.0}
+            trains_statistics = {"model": model | {"batch_norm": "train"}} if name == "mobilenet" else {}
+            recipe = cell(inputs, name, checkpoint={"every_steps": 2}, **trains_statistics)
+            (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+            with pytest.raises(SystemExit) as end:
+                main(["train", str(folder / "recipe.yaml"), "--output", str(folder / name)])
+            assert not end.value.code
+        return folder / name
+
+    return run
+
+
+@pytest.fixture
+def ftcli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ftcli:
+    """Return a function that runs one command line in this process and gives (exit code, all it said)."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*arguments: object) -> tuple[int, str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in arguments])
+        said = capfd.readouterr()
+        return int(end.value.code or 0), said.out + said.err
+
+    return run
+
+
+def distance(checkpoint: Path, exported: Path) -> float:
+    """Return how far the logits of an export are from those of a run that goes on from the checkpoint."""
+    run = prepare(load_recipe(checkpoint.parent.parent / "recipe.yaml"), cpu=True, resume=checkpoint)
+    rows = [run.rows.train[i] | {"epoch": 0, "training": False} for i in range(3)]
+    batch = run.task.probe(run.task.collate(rows))
+    labels = 0 if run.recipe.task == "sft" else run.hardware.unwrap(run.model).config.num_labels  # type: ignore
+    plain = load_plain(CLASSES[run.recipe.task], exported, labels)
+    with torch.no_grad():
+        wanted, found = run.model.eval()(**batch).logits.float(), plain(**batch).logits
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_on_the_way_is_exported_with_its_own_logits(
+    name: str, merge: bool, runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
+) -> None:
+    middle, last = (checkpoint_path(runs(name), step) for step in (2, 4))
+    target = tmp_path / "new" / "exported"
+    code, said = ftcli("export", middle, target, *["--merge"] * merge)
+    if merge and "lora" not in name:
+        assert code == 2 and "--merge is for adapter runs" in said and not target.parent.exists()
+        return
+    assert code == 0 and "every weight is the trained one" in said, said
+    assert [item.name for item in target.parent.iterdir()] == ["exported"]
+    assert distance(middle, target) < 1e-5
+    assert distance(last, target) > 1e-4
+    adapted = "lora" in name and not merge
+    assert (target / "adapter_config.json").exists() == adapted
+    assert (target / "model.safetensors").exists() != adapted
+    final = {item.name for item in (runs(name) / "final").iterdir()}
+    assert merge or {item.name for item in target.iterdir()} == final
+    assert ("library_name: peft" in (target / "README.md").read_text()) == adapted
+
+
+@pytest.mark.parametrize("name", [pytest.param("sft-tied", marks=pytest.mark.slow), "mobilenet"])
+def test_the_last_checkpoint_is_exported_as_the_final_weights_file_by_file(
+    name: str, runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
+) -> None:
+    code, said = ftcli("export", checkpoint_path(runs(name), 4), tmp_path / "a")
+    assert code == 0 and "logits are within" in said, said
+    assert ftcli("export", runs(name), tmp_path / "b")[0] == 0
+    final = runs(name) / "final"
+    for file in final.iterdir():
+        for other in (tmp_path / "a", tmp_path / "b"):
+            if file.suffix == ".safetensors":
+                wanted, found = load_file(file), load_file(other / file.name)
+                assert wanted.keys() == found.keys()
+                assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+            elif file.suffix == ".json":
+                assert json.loads(file.read_text()) == json.loads((other / file.name).read_text()), file
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "dtype"),
+    [
+        pytest.param("sft-tied", "final", "bfloat16", marks=pytest.mark.slow),
+        ("sft-tied", "checkpoint", "float16"),
+        pytest.param("sft-lora", "final", "float16", marks=pytest.mark.slow),
+        ("sft-lora", "checkpoint", "bfloat16"),
+    ],
+)
+def test_weights_are_rounded_once_and_cut_into_shards_with_an_index(
+    name: str, source: str, dtype: str, runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
+) -> None:
+    origin = runs(name) if source == "final" else checkpoint_path(runs(name), 2)
+    merge = ["--merge"] * ("lora" in name)
+    code, said = ftcli("export", origin, tmp_path / "e", "--dtype", dtype, "--shard-size", "9KB", *merge)
+    assert code == 0, said
+    assert ftcli("export", origin, tmp_path / "whole", *merge)[0] == 0
+    index = json.loads((tmp_path / "e" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "e").glob("model-*.safetensors"))
+    assert len(files) > 2 and not (tmp_path / "e" / "model.safetensors").exists()
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert index["weight_map"].keys() == whole.keys()
+    assert index["metadata"]["total_size"] == sum(value.numel() * 2 for value in whole.values())
+    for key, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "e" / file)[key], whole[key].to(getattr(torch, dtype)))
+    largest = max(value.numel() * 2 for value in whole.values())
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            tensors = [opened.get_tensor(key) for key in opened.keys()]  # noqa: SIM118
+        assert sum(value.nbytes for value in tensors) <= max(9000, largest)
+    assert json.loads((tmp_path / "e" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_a_run_without_final_weights_gives_its_newest_intact_checkpoint(
+    runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(runs("sft-tied"), tmp_path / "run"))
+    shutil.rmtree(run / "final")
+    next(checkpoint_path(run, 4).glob("*.safetensors")).unlink()
+    code, said = ftcli("export", run, tmp_path / "e")
+    assert code == 0, said
+    assert "is missing" in said and "falling back to" in said and "step-000002" in said
+    assert distance(checkpoint_path(run, 2), tmp_path / "e") < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--dtype", "bf16"), "--dtype bf16: not known"),
+        (("--dtype", "bfloat"), "did you mean 'bfloat16'"),
+        (("--shard-size", "5 apples"), "--shard-size 5 apples: not a size"),
+        (("--shard-size", "0GB"), "not a size"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told(
+    arguments: tuple[str, ...], wanted: str, runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
+) -> None:
+    code, said = ftcli("export", runs("sft-tied"), tmp_path / "e", *arguments)
+    assert code == 2 and wanted in said and not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint_or_another_base_is_refused_and_nothing_is_left(
+    runs: Callable[[str], Path], inputs: Path, ftcli: Ftcli, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(runs("sft-tied"), tmp_path / "run"))
+    base, kept = inputs / "tied", inputs / "kept"
+    base.rename(kept)
+    missing = ftcli("export", checkpoint_path(run, 2), tmp_path / "e")
+    shutil.copytree(inputs / "encoder", base)
+    other = ftcli("export", checkpoint_path(run, 2), tmp_path / "e")
+    shutil.rmtree(base)
+    kept.rename(base)
+    assert missing[0] == 2 and "is not a model folder" in missing[1]
+    assert other[0] == 2, other[1]
+    file = next(checkpoint_path(run, 2).glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    code, said = ftcli("export", checkpoint_path(run, 2), tmp_path / "e")
+    assert code == 2 and f"{file} is damaged" in said
+    assert [item.name for item in tmp_path.iterdir()] == ["run"]
+
+
+MEASURED = """
+import re, sys, threading, time
+from pathlib import Path
+import peft, safetensors.torch, torch
+import ftcli.checkpoint, ftcli.exports, transformers.models.llama.modeling_llama
+
+def held():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1e3
+
+def watch():
+    while True:
+        peaks.append(held())
+        time.sleep(0.002)
+
+peaks = [held()]
+threading.Thread(target=watch, daemon=True).start()
+ftcli.exports.export(sys.argv[1], sys.argv[2], shard_size="2MB")
+print(max(peaks) - peaks[0])
+"""
+
+
+@pytest.mark.slow
+def test_an_export_holds_a_few_shards_of_a_model_and_not_all_of_it(inputs: Path, tmp_path: Path) -> None:
+    config = json.loads((inputs / "untied" / "config.json").read_text())
+    config |= {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "head_dim": 96}
+    large = Path(shutil.copytree(inputs / "untied", tmp_path / "large"))
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(large)
+    weights = sum(file.stat().st_size for file in large.glob("*.safetensors")) / 1e6
+    assert weights > 70
+    recipe = cell(inputs, "sft-untied", model={"name": str(large)}, train={"max_steps": 1})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    with pytest.raises(SystemExit):
+        main(["train", str(tmp_path / "recipe.yaml"), "--output", str(tmp_path / "run")])
+    for number, source in enumerate((tmp_path / "run", checkpoint_path(tmp_path / "run", 1))):
+        command = [sys.executable, "-c", MEASURED, str(source), str(tmp_path / f"e{number}")]
+        measured = subprocess.run(command, capture_output=True, text=True)
+        assert measured.returncode == 0, measured.stderr[-3000:]
+        assert len(list((tmp_path / f"e{number}").glob("model-*.safetensors"))) > 40
+        assert float(measured.stdout.split()[-1]) < weights / 4

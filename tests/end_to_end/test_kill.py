@@ -1,0 +1,170 @@
+"""Runs are killed (SIGKILL, every rank) at random, seeded moments; whatever is left, `--resume auto` ends them as if
+nothing had happened. A run saves every step, and takes seconds."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from ftcli.checkpoint_folder import checkpoints_of, damage, newest_intact, step_of
+from ftcli.run_folder import RunFolder
+
+from ..multiprocess.cells import write_inputs
+from ..multiprocess.killing import HIDDEN, Moment, train
+
+STEPS = 6
+KILLED = -signal.SIGKILL
+TIMED = ("seconds", "tokens_per_second", "rows_per_second", "data_wait_share", "peak_memory_gb")
+Reference = tuple[Path, Counter[str]]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    values: dict[str, Any] = {
+        "task": "sft",
+        "model": {"name": str(folder / "tied"), "dropout": 0.0},
+        "data": {"train": str(folder / "chats.jsonl"), "max_length": 128},
+        "batch": {"global_size": 4, "micro_size": 2},
+        "train": {"max_steps": STEPS},
+        "optimizer": {"learning_rate": 5e-3},
+        "checkpoint": {"every_steps": 1, "keep": 2},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def references(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Return a function that gives a profile's uninterrupted run and its operations on files."""
+    found: dict[str, Reference] = {}
+
+    def reference(profile: str) -> Reference:
+        if profile not in found:
+            run = tmp_path_factory.mktemp(profile) / "run"
+            codes, operations = train(recipe, run, profile, None)
+            assert not any(codes), (run.parent / "rank-0.log").read_text()[-3000:]
+            found[profile] = run, operations
+        return found[profile]
+
+    return reference
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in RunFolder(run).metrics()]
+
+
+def assert_same_run(found: Path, wanted: Path) -> None:
+    assert curve(found) == curve(wanted)
+    for file in ("final/model.safetensors", "probe.safetensors"):
+        assert (found / file).read_bytes() == (wanted / file).read_bytes()
+    assert RunFolder(found).status()["state"] == "done"
+    assert [step_of(folder) for folder in checkpoints_of(found)] == [STEPS - 1, STEPS]
+    assert not list(found.rglob("*.tmp")) and not list((found / "checkpoints").glob("abandoned-*"))
+
+
+def assert_nothing_is_lost(run: Path) -> None:
+    """Hold what a killed run leaves: no damaged checkpoint, and one of the last step that was done, or the one before.
+
+    The row of a step is written before its checkpoint.
+    """
+    found, problems = newest_intact(run)
+    assert problems == []
+    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+    done = len([line for line in lines if line.endswith("}")])
+    assert (step_of(found) if found else 0) >= done - 1
+
+
+def moments(operations: Counter[str], seed: int) -> list[Moment]:
+    """Return each kind of operation once, at a drawn occurrence, in drawn order: rare ones come as often."""
+    draw = random.Random(seed)
+    return draw.sample([(kind, draw.randint(1, min(count, 3))) for kind, count in operations.items()], len(operations))
+
+
+def kill_and_resume(recipe: Path, run: Path, profile: str, reference: Reference, kills: int, seed: int) -> list[Moment]:
+    """Kill one run after the other, each several times, until it happened `kills` times; return the moments hit."""
+    wanted, operations = reference
+    hit: list[Moment] = []
+    number, pending = 0, moments(operations, seed)
+    while len(hit) < kills:
+        codes: list[int] = [KILLED]
+        while any(codes):
+            moment = pending.pop() if pending and len(hit) < kills else None
+            codes, _ = train(recipe, run / str(number) / "run", profile, moment)
+            log = (run / str(number) / "rank-0.log").read_text()[-3000:]
+            assert set(codes) in ({0}, {KILLED}), log
+            if any(codes):
+                assert moment is not None
+                hit.append(moment)
+                assert_nothing_is_lost(run / str(number) / "run")
+        assert_same_run(run / str(number) / "run", wanted)
+        number, seed = number + 1, seed + 1
+        pending = pending or moments(operations, seed)
+    return hit
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(
+    recipe: Path, references: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    assert len(kill_and_resume(recipe, tmp_path, "single", references("single"), kills=6, seed=0)) == 6
+    assert len(kill_and_resume(recipe, tmp_path / "zero3", "zero3", references("zero3"), kills=2, seed=1)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("profile", "kills"), [("single", 40), ("ddp", 12), ("fsdp", 12), ("zero2", 6), ("zero3", 6)])
+def test_runs_are_killed_at_every_kind_of_operation_on_their_files(
+    profile: str, kills: int, recipe: Path, references: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    hit = kill_and_resume(recipe, tmp_path, profile, references(profile), kills, seed=100)
+    assert len(hit) == kills
+    assert len(set(hit)) > kills // 2
+
+
+def kill_all(command: psutil.Process) -> None:
+    """Kill a launched run: the parent, the launcher and every rank, none of which can clean up."""
+    for process in [command, *command.children(recursive=True)]:
+        if process.is_running():
+            process.kill()
+
+
+def wait_until(is_so: Callable[[], bool], child: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 120
+    while not is_so() and child.poll() is None and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("profile", "step"),
+    [("ddp", 2), *(pytest.param(p, s, marks=pytest.mark.slow) for p, s in (("fsdp", 4), ("zero2", 3), ("zero3", 5)))],
+)
+def test_a_launched_run_is_killed_while_it_saves_and_goes_on(
+    profile: str, step: int, recipe: Path, references: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "ftcli", "train", str(recipe), "--profile", profile, "--cpu"]
+    command += ["--num-processes", "2", "--output", str(run), "--resume", "auto"]
+    with (tmp_path / "log").open("wb") as log:
+        child = subprocess.Popen(command, stdout=log, stderr=log, env=dict(psutil.Process().environ()) | HIDDEN)
+        wait_until((run / "checkpoints" / f"step-{step:06d}.tmp").exists, child)
+        kill_all(psutil.Process(child.pid))
+        assert child.wait() == KILLED
+        assert_nothing_is_lost(run)
+        left = [step_of(folder) for folder in checkpoints_of(run)]
+        assert all(not damage(folder) for folder in checkpoints_of(run))
+        assert left and left[-1] in range(step - 1, STEPS)
+        done = subprocess.run(command, stdout=log, stderr=log, env=dict(psutil.Process().environ()) | HIDDEN)
+    assert done.returncode == 0, (tmp_path / "log").read_text()[-3000:]
+    assert_same_run(run, references(profile)[0])

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from .errors import EXIT_FAILED, EXIT_INPUT, InputError
+from .errors import EXIT_FAILED, EXIT_INPUT, InputError, RunError
 from .supervision import LaunchError
 
 
@@ -25,6 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for problem in error.problems:
                 print(f"error: {problem}", file=sys.stderr)
         sys.exit(EXIT_INPUT)
+    except RunError as error:
+        if not _is_told_by_parent(error):
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
     except LaunchError as error:  # the failing rank's error stands on stderr already
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

@@ -49,10 +49,12 @@ def save(run: Run, step: int, metrics: dict[str, float] | None = None) -> Path |
     """Write the checkpoint of `step` into the run's folder, then remove old ones; a collective, every rank calls it.
 
     `metrics` are those of an evaluation at this very step; `checkpoint.keep_best` chooses by them. Returns the folder;
-    None when the run has none. Raises `InputError` when ranks do not share the run folder.
+    None when the run has none, or when the newest step was bad and will be undone. Raises `InputError` when ranks do
+    not share the run folder.
     """
-    if run.folder is None:
+    if run.folder is None or not run.flags.settle():
         return None
+    run.heart.beat("saving", step)
     ranks, section = run.hardware.ranks, run.recipe.checkpoint
     _check_metric(section, metrics)
     folder = checkpoint_path(run.folder.path, step)
@@ -89,9 +91,11 @@ def load(run: Run, folder: Path) -> None:
     with Stored(folder, list(state["files"])) as stored:
         for piece in run.hardware.pieces(run.model, run.optimizer):
             for kind, tensor in piece.tensors.items():
-                if kind in ("weight", "buffer") or stored.has(kind, piece.name):  # moments: of what had a gradient
+                if kind in ("weight", "buffer") or stored.has(kind, piece.name):
                     values = stored.read(kind, piece.name, piece.start, tensor.numel())
                     tensor.copy_(values.view(tensor.shape))
+                else:  # the moment of what never had a gradient, or had none yet where a run goes back to
+                    tensor.zero_()
     if run.hardware.loss_scale is not None and state["loss_scale"] is not None:
         run.hardware.loss_scale.restore(state["loss_scale"])
 
@@ -173,6 +177,7 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         "seed": run.recipe.seed,
         "optimizer_updates": run.hardware.updates(run.model, run.optimizer),
         "loss_scale": None if run.hardware.loss_scale is None else run.hardware.loss_scale.state(),
+        "not_finite": run.flags.record,
         "metrics": metrics,
         "written_by": {
             "profile": "no profile" if profile is None else Path(profile).stem,

@@ -1,6 +1,7 @@
 """What went wrong, where, and what to do: the only exceptions that ftcli raises on purpose.
 
-An `InputError` is the user's to mend and ends a command with exit code 2; every other exception ends it with 1.
+An `InputError` is the user's to mend and ends a command with exit code 2; every other exception ends it with 1. A
+`RunError` says all there is to say, so that it is shown without a stack trace.
 This module knows nothing of recipes, models or hardware.
 """
 
@@ -34,6 +35,10 @@ class InputError(Exception):
     def __init__(self, problems: Iterable[Problem] | str, where: str = "", hint: str = "") -> None:
         self.problems = [Problem(problems, where, hint)] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RunError(Exception):
+    """The training itself went wrong, and no line of code is to blame."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

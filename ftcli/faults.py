@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from .errors import EXIT_FAILED, EXIT_INPUT, InputError
+from .errors import EXIT_FAILED, EXIT_INPUT, InputError, RunError
 from .run_folder import RunFolder
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -45,15 +45,15 @@ def record_failure(folder: RunFolder | str | Path) -> Iterator[None]:
 
 def _write_record(folder: Path, error: BaseException) -> None:
     rank = _rank()
-    is_input = isinstance(error, InputError)
+    is_input, tells_all = isinstance(error, InputError), isinstance(error, InputError | RunError)
     text = str(error)
     name = type(error).__name__
     record: dict[str, Any] = {
         "rank": rank,
         "time": time.time(),
         "exit_code": EXIT_INPUT if is_input else EXIT_FAILED,
-        "message": text if is_input else f"{name}: {text}" if text else name,
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "message": text if tells_all else f"{name}: {text}" if text else name,
+        "traceback": "" if tells_all else "".join(traceback.format_exception(error)),
     }
     run = RunFolder(folder)
     status = run.status()

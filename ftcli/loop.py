@@ -17,9 +17,10 @@ import torch
 
 from .artifacts import save_final
 from .checkpoint import save
+from .hardware.out_of_memory import out_of_memory_told
+from .nonfinite import go_back
 from .report import Reporter
 from .sampling import PADDING, digest
-from .schedule import learning_rate
 
 if TYPE_CHECKING:
     from .run import Run
@@ -56,6 +57,7 @@ class Window:
     """The micro-batches of one rank for one step, on the host, and what all ranks say of theirs."""
 
     batches: list[Batch]
+    ids: list[np.ndarray]  # of the rows of each micro-batch
     agreed: Callable[[], list[int]]  # waits for the sums over ranks: items, digest, rows, stop requests
     seconds: float
 
@@ -66,48 +68,61 @@ def windows(run: Run) -> Iterator[Window]:
     for _ in range(run.first_step, run.steps):
         started = time.perf_counter()
         window = list(itertools.islice(batches, run.plan.accumulation))
-        ids = torch.cat([batch.pop("sample_ids") for batch in window]).numpy()
+        parts = [batch.pop("sample_ids").numpy() for batch in window]
+        ids = np.concatenate(parts)
         items = sum(run.task.count(batch) for batch in window)
         message = [items, digest(ids), int((ids != PADDING).sum()), int(run.stop.requested())]
-        yield Window(window, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
+        yield Window(window, parts, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
 
 
 def steps(run: Run) -> Iterator[Step]:
-    """Train: yield after each optimizer step.
+    """Train: yield after each optimizer step; when bad steps are undone (recipe: `faults`), numbers go back."""
+    yield from _stretch(run)
+    while run.flags.must_go_back:
+        go_back(run)
+        yield from _stretch(run)
+
+
+def _stretch(run: Run) -> Iterator[Step]:
+    """Train from `run.first_step` on, to the end or to a step that must be undone.
 
     The loss of a step is the sum over its items divided by the items of the whole global batch. Accelerate divides
     by the accumulation and the ranks are averaged, so each micro-batch's sum is multiplied by both first.
     """
-    accelerator, model, optimizer = run.hardware.accelerator, run.model, run.optimizer
+    accelerator, model, optimizer, heart = run.hardware.accelerator, run.model, run.optimizer, run.heart
     model.train()
     ahead = windows(run)
     window = next(ahead, None)
     for number in range(run.first_step, run.steps):
         assert window is not None
+        heart.beat("waiting for ranks", number)
         items, samples, rows, stops = window.agreed()
-        rate = learning_rate(
-            number,
-            peak=run.recipe.optimizer.learning_rate,
-            name=run.recipe.schedule.name,
-            steps=run.steps,
-            warmup_steps=run.plan.warmup_steps or 0,
-            min_ratio=run.recipe.schedule.min_ratio,
-        )
+        rate = run.learning_rate(number)
         for group in optimizer.param_groups:  # before the window: some backends step inside backward
             group["lr"] = rate
         run.reseed(number)
         scale = run.plan.accumulation * run.plan.processes / max(items, 1)
-        total = torch.zeros((), device=accelerator.device)
-        for batch in window.batches:
+        zero, losses = torch.zeros((), device=accelerator.device), []
+        for batch in window.batches if rows else ():  # no row is left when all were undone before: nothing moves
             with accelerator.accumulate(model):
+                heart.beat("forward", number)
                 loss = run.task.loss(model, run.to_device(batch))
+                heart.beat("backward", number)
                 run.hardware.backward(loss * scale)
-                total += loss.detach()
-        norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+                losses.append(loss.detach())
+        norm = zero
+        if rows:
+            norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = run.hardware.ranks.sum_on_device(sum(losses, zero)) / max(items, 1)
         done = window
+        heart.beat("loading rows", number)
         window = next(ahead, None)  # the host prepares the next rows while the device works
+        heart.beat("waiting for the device", number)
+        if not run.flags.settle():  # of the step before: the device works on this one
+            break
+        run.flags.watch(number + 1, done.ids, losses, loss=mean, norm=norm)
         yield Step(
             number=number + 1,
             learning_rate=rate,
@@ -116,10 +131,15 @@ def steps(run: Run) -> Iterator[Step]:
             rows=rows,
             data_seconds=done.seconds,
             stop=stops > 0,
-            loss_tensor=run.hardware.ranks.sum_on_device(total) / max(items, 1),
+            loss_tensor=mean,
             norm_tensor=norm,
         )
+        if run.flags.must_go_back:  # the caller has asked
+            break
         model.train()  # the caller may have evaluated
+    if window is not None:
+        window.agreed()  # its message is under way
+    run.flags.settle()
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -129,6 +149,7 @@ def evaluate(run: Run) -> dict[str, float]:
     collected: dict[str, list[np.ndarray]] = {}
     with torch.no_grad():
         for batch in run.eval_loader:
+            run.heart.beat("evaluating", run.heart.now.step)
             ids = batch.pop("sample_ids")
             values = run.task.eval_step(run.model, run.to_device(batch)) | {"id": ids}
             for name, value in values.items():
@@ -144,16 +165,20 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def train(run: Run) -> None:
     """Train to the end: record, evaluate, save, stop when asked; then write the final weights."""
-    with Reporter(run) as report:
+    with Reporter(run) as report, out_of_memory_told(run):
         if run.first_step == 0 and run.recipe.evaluate.at_start and run.eval_loader is not None:
             report.evaluation(0, evaluate(run))
         for step in steps(run):
             report.step(step)
             metrics: dict[str, float] = {}
-            if run.eval_loader is not None and _due(step.number, run.recipe.evaluate.every_steps, run.steps):
+            evaluates = run.eval_loader is not None and _due(step.number, run.recipe.evaluate.every_steps, run.steps)
+            saves = step.stop or _due(step.number, run.recipe.checkpoint.every_steps, run.steps)
+            if (evaluates or saves) and not run.flags.settle():
+                continue  # `steps` goes back
+            if evaluates:
                 metrics = evaluate(run)
                 report.evaluation(step.number, metrics)
-            if step.stop or _due(step.number, run.recipe.checkpoint.every_steps, run.steps):
+            if saves:
                 started = time.perf_counter()
                 folder = save(run, step.number, metrics)
                 report.saved(step.number, folder, time.perf_counter() - started)

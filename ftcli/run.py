@@ -18,13 +18,15 @@ from .cache import PreparedRows, prepare_rows
 from .checkpoint_folder import abandon, damage, read_state, step_of
 from .errors import InputError
 from .faults import StopRequest, record_failure, watch_parent, watch_peers
+from .heartbeat import Heartbeat
 from .loaders import build_loaders
 from .planning import Plan, derive_plan
 from .recipe import Recipe
 from .recipe_file import dump_recipe, load_recipe
 from .resumption import belongs_to, check_rows
 from .run_folder import DRY_RUN, ORIGIN, START, RunFolder, describe_environment
-from .sampling import seed_of
+from .sampling import TrainOrder, seed_of
+from .schedule import learning_rate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from .hardware import Hardware
+    from .nonfinite import Flags
     from .profiles import Profile
     from .tasks.protocol import Batch, Task
 
@@ -48,10 +51,13 @@ class Run:
     optimizer: Optimizer
     train_loader: DataLoader
     eval_loader: DataLoader | None
+    order: TrainOrder  # what the loader of training rows follows
     rows: PreparedRows
+    flags: Flags
     facts: list[str]  # one line each, for the log
     folder: RunFolder | None = None
     stop: StopRequest = field(default_factory=StopRequest)
+    heart: Heartbeat = field(default_factory=Heartbeat)
     first_step: int = 0
 
     @property
@@ -59,6 +65,17 @@ class Run:
         """Length of the run, in optimizer steps."""
         assert self.plan.steps is not None  # rows are known
         return self.plan.steps
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of the step after `step` steps."""
+        return learning_rate(
+            step,
+            peak=self.recipe.optimizer.learning_rate,
+            name=self.recipe.schedule.name,
+            steps=self.steps,
+            warmup_steps=self.plan.warmup_steps or 0,
+            min_ratio=self.recipe.schedule.min_ratio,
+        )
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a batch's tensors on the device of this process."""
@@ -96,6 +113,7 @@ def prepare(
     from . import hardware as hardware_package
     from .checkpoint import check_disk, load
     from .models import quiet_libraries
+    from .nonfinite import Flags
     from .optimizers import build_optimizer
     from .tasks import build_task
 
@@ -122,7 +140,10 @@ def prepare(
     )
     model = hardware.fit(_build_model(loaded, task, rows, weights), loaded)
     optimizer = build_optimizer(model, loaded.optimizer)
-    train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step)
+    flags = Flags(loaded.faults, hardware, excluded=set())
+    train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
+    order = train_loader.batch_sampler
+    assert isinstance(order, TrainOrder)
     loaders = [train_loader] if eval_loader is None else [train_loader, eval_loader]
     with hardware.handing_out(model, optimizer):
         model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
@@ -142,7 +163,9 @@ def prepare(
         optimizer=optimizer,
         train_loader=loaders[0],
         eval_loader=loaders[1] if len(loaders) > 1 else None,
+        order=order,
         rows=rows,
+        flags=flags,
         facts=facts,
         folder=folder,
         first_step=first_step,
@@ -150,6 +173,7 @@ def prepare(
     check_disk(run)
     if resume is not None:
         load(run, Path(resume))
+        flags.restore(read_state(Path(resume)).get("not_finite", []))
         facts.append(f"goes on after step {first_step} from {resume}")
     return run
 
@@ -245,7 +269,7 @@ def work(
             folder.write_json("environment.json", describe_environment(device, run.plan.processes))
         if record_start:
             _record_start(run, folder)
-        with StopRequest.listening(folder) as run.stop:
+        with StopRequest.listening(folder) as run.stop, Heartbeat(folder) as run.heart:
             train(run)
         run.hardware.close()
 

@@ -167,6 +167,8 @@ def describe(folder: Path) -> list[str]:
         f"data        {state['data']['rows']} rows, fingerprint {state['data']['fingerprint']}",
         f"versions    {', '.join(f'{name} {version}' for name, version in state['versions'].items())}",
     ]
+    for entry in state.get("not_finite", []):
+        lines.append(f"not finite  step {entry['step']} ({entry['policy']}), {len(entry['samples'])} rows")
     lines += [f"eval/{name}  {value:.4g}" for name, value in state["metrics"].items()]
     lines += [f"parameter   {name} {shape}" for name, shape in shapes.items()]
     return [*lines, "recipe:", *(f"  {line}" for line in dump_document(state["recipe"]).splitlines())]

@@ -38,7 +38,8 @@ class _Pending:
 
     step: int
     ids: list[NDArray[np.int64]]  # of each micro-batch of this rank
-    values: list[Tensor]  # on the host or on their way: loss, norm, and the summed loss of each micro-batch here
+    norm: Tensor  # on the host, or on its way there
+    losses: Tensor  # `[1 + micro-batches]`, so too: of the step, then the sums of this rank's micro-batches
     arrived: torch.cuda.Event | None
 
 
@@ -62,12 +63,12 @@ class Flags:
         self, step: int, ids: list[NDArray[np.int64]], losses: list[Tensor], *, loss: Tensor, norm: Tensor
     ) -> None:
         """Start to bring a step's loss, norm and losses of micro-batches to the host."""
-        values = [value.detach().float().to("cpu", non_blocking=True) for value in (loss, norm, *losses)]
+        on_their_way = [value.to("cpu", non_blocking=True) for value in (norm.detach(), torch.stack([loss, *losses]))]
         arrived = None
         if loss.is_cuda:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        self._pending = _Pending(step, ids, values, arrived)
+        self._pending = _Pending(step, ids, *on_their_way, arrived)
 
     def is_good(self, loss: float, norm: float) -> bool:
         """Say whether a step with this loss and gradient norm is one; under fp16 an overflow is nothing unusual."""
@@ -84,7 +85,8 @@ class Flags:
             return not self.must_go_back
         if pending.arrived is not None:
             pending.arrived.synchronize()
-        loss, norm, *losses = (float(value) for value in pending.values)
+        norm = float(pending.norm)
+        loss, *losses = pending.losses.tolist()
         if self.is_good(loss, norm):
             return True
         self._act(pending, f"step {pending.step}: loss {loss}, gradient norm {norm}", losses)

@@ -65,7 +65,10 @@ def _write_record(folder: Path, error: BaseException) -> None:
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     temporary.replace(errors / f"rank-{rank}.json")
     error.recorded = True  # type: ignore[attr-defined]  # __main__ need not print it once more
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    told_once = (
+        tells_all and "FTCLI_LAUNCHED" in os.environ
+    )  # by our parent; torchrun would print a stack for each rank
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and not told_once:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)

@@ -63,12 +63,13 @@ class Flags:
         self, step: int, ids: list[NDArray[np.int64]], losses: list[Tensor], *, loss: Tensor, norm: Tensor
     ) -> None:
         """Start to bring a step's loss, norm and losses of micro-batches to the host."""
-        on_their_way = [value.to("cpu", non_blocking=True) for value in (norm.detach(), torch.stack([loss, *losses]))]
+        on_its_way = norm.detach().to("cpu", non_blocking=True)
+        all_losses = torch.stack([loss, *losses]).to("cpu", non_blocking=True)
         arrived = None
         if loss.is_cuda:
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived = torch.cuda.Event()
             arrived.record()
-        self._pending = _Pending(step, ids, *on_their_way, arrived)
+        self._pending = _Pending(step, ids, on_its_way, all_losses, arrived)
 
     def is_good(self, loss: float, norm: float) -> bool:
         """Say whether a step with this loss and gradient norm is one; under fp16 an overflow is nothing unusual."""

@@ -84,10 +84,10 @@ class Heartbeat:
     def _live(self) -> None:
         assert self._folder is not None
         while True:
-            with contextlib.suppress(OSError):  # a full disk must not end a run that does not write
+            with contextlib.suppress(OSError):  # a full disk, or a file of a rank that has just ended
                 RunFolder(self._folder).write_json(f"rank-{self.rank}.json", asdict(self.now) | {"time": time.time()})
-            if self.rank == 0:
-                self._look()
+                if self.rank == 0:
+                    self._look()
             if self._end.wait(WRITE_SECONDS):
                 return
 

@@ -251,7 +251,7 @@ def work(
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main and "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
         folder.claim(resuming=resuming)  # before failures are recorded: a refusal must leave no trace in another's run
-    with record_failure(folder):
+    with record_failure(folder), Heartbeat(folder) as heart:
         watch_parent()
         watch_peers(folder)
         if is_main:
@@ -261,6 +261,7 @@ def work(
                     DRY_RUN, "two steps, to see that everything works; the next dry run replaces this folder\n"
                 )
         run = prepare(recipe, output=output, cpu=cpu, dry_run=dry_run, resume=start, resume_anyway=resume_anyway)
+        run.heart = heart
         _check_world(run, profile)
         if run.hardware.ranks.is_main:
             folder.rewind(run.first_step)
@@ -269,7 +270,7 @@ def work(
             folder.write_json("environment.json", describe_environment(device, run.plan.processes))
         if record_start:
             _record_start(run, folder)
-        with StopRequest.listening(folder) as run.stop, Heartbeat(folder) as run.heart:
+        with StopRequest.listening(folder) as run.stop:
             train(run)
         run.hardware.close()
 

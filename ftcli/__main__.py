@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, EXIT_SIGNAL, InputError
+from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, EXIT_SIGNAL, InputError, RunError
 from .faults import Stopped
 from .supervision import LaunchError
 
@@ -28,6 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for problem in error.problems:
                 print(f"error: {problem}", file=sys.stderr)
         sys.exit(EXIT_INPUT)
+    except RunError as error:
+        if not _is_told_by_parent(error):
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
     except LaunchError as error:  # the failing rank's error stands on stderr already
         sys.exit(error.exit_code)
     except Stopped as signalled:

@@ -55,13 +55,15 @@ def save(run: Run, step: int, metrics: dict[str, float] | None = None, *, backgr
     """Write the checkpoint of `step` into the run's folder, then remove old ones; a collective, every rank calls it.
 
     `metrics` are those of an evaluation at this very step; `checkpoint.keep_best` chooses by them. Returns the folder;
-    None when the run has none. It is complete on return, or with `background` when `run.saving.wait()` returns: then
-    all values are copied to the host, and the disk is a thread's affair. The next save waits by itself.
+    None when the run has none, or when the newest step was bad and will be undone. It is complete on return, or with
+    `background` when `run.saving.wait()` returns: then all values are copied to the host, and the disk is a thread's
+    affair. The next save waits by itself.
     Raises, on every rank, `RuntimeError` when a rank could not write this checkpoint (or the last one, in the
     background), and `InputError` when ranks do not share the run folder.
     """
-    if run.folder is None or run.is_measured_only:
+    if run.folder is None or run.is_measured_only or not run.flags.settle():
         return None
+    run.heart.beat("saving", step)
     _check_metric(run.recipe.checkpoint, metrics)
     run.saving.wait()
     folder, state = checkpoint_path(run.folder.path, step), _state(run, step, metrics or {})
@@ -88,9 +90,11 @@ def load(run: Run, folder: Path) -> None:
     with Stored(folder, list(state["files"])) as stored:
         for piece in run.hardware.pieces(run.model, run.optimizer):
             for kind, tensor in piece.tensors.items():
-                if kind in ("weight", "buffer") or stored.has(kind, piece.name):  # moments: of what had a gradient
+                if kind in ("weight", "buffer") or stored.has(kind, piece.name):
                     values = stored.read(kind, piece.name, piece.start, tensor.numel())
                     tensor.copy_(values.view(tensor.shape))
+                else:  # the moment of what never had a gradient, or had none yet where a run goes back to
+                    tensor.zero_()
     if run.hardware.loss_scale is not None and state["loss_scale"] is not None:
         run.hardware.loss_scale.restore(state["loss_scale"])
 
@@ -172,6 +176,7 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         "seed": run.recipe.seed,
         "optimizer_updates": run.hardware.updates(run.model, run.optimizer),
         "loss_scale": None if run.hardware.loss_scale is None else run.hardware.loss_scale.state(),
+        "not_finite": run.flags.record,
         "metrics": metrics,
         "written_by": {
             "profile": "no profile" if profile is None else Path(profile).stem,

@@ -187,6 +187,8 @@ def describe(folder: Path) -> list[str]:
         "data": f"{state['data']['rows']} rows, fingerprint {state['data']['fingerprint']}",
         "versions": ", ".join(f"{name} {version}" for name, version in state["versions"].items()),
     } | {f"eval/{name}": f"{value:.4g}" for name, value in state["metrics"].items()}
+    bad = [f"step {entry['step']} ({entry['policy']})" for entry in state.get("not_finite", [])]
+    facts |= {"not finite": ", ".join(bad)} if bad else {}
     width = max(map(len, facts))
     lines = [f"{name:<{width}}  {text}" for name, text in facts.items()]
     lines += ["parameters:", *(f"  {line}" for line in _grouped(state["parameters"]))]

@@ -2,6 +2,7 @@
 
 An `InputError` is the user's to mend and ends a command with exit code 2; every other exception ends it with 1. A
 run that was asked to stop ends with 75, sysexits' "try again": a batch system may start it again with --resume auto.
+`RunError` says all there is to say, so that it is shown without a stack trace.
 This module knows nothing of recipes, models or hardware.
 """
 
@@ -37,6 +38,10 @@ class InputError(Exception):
     def __init__(self, problems: Iterable[Problem] | str, where: str = "", hint: str = "") -> None:
         self.problems = [Problem(problems, where, hint)] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RunError(Exception):
+    """The training itself went wrong, and no line of code is to blame."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, EXIT_SIGNAL, InputError
+from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, EXIT_SIGNAL, InputError, RunError
 from .run_folder import RunFolder
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -47,7 +47,7 @@ def record_failure(folder: RunFolder | str | Path) -> Iterator[None]:
 
 def _write_record(folder: Path, error: BaseException) -> None:
     rank = _rank()
-    is_input = isinstance(error, InputError)
+    is_input, tells_all = isinstance(error, InputError), isinstance(error, InputError | RunError)
     failed = EXIT_SIGNAL + signal.SIGINT if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
     text = str(error)
     name = type(error).__name__
@@ -55,8 +55,8 @@ def _write_record(folder: Path, error: BaseException) -> None:
         "rank": rank,
         "time": time.time(),
         "exit_code": EXIT_INPUT if is_input else failed,
-        "message": text if is_input else f"{name}: {text}" if text else name,
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "message": text if tells_all else f"{name}: {text}" if text else name,
+        "traceback": "" if tells_all else "".join(traceback.format_exception(error)),
     }
     run = RunFolder(folder)
     _fail(run, record["exit_code"], record["message"])
@@ -66,7 +66,10 @@ def _write_record(folder: Path, error: BaseException) -> None:
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     temporary.replace(errors / f"rank-{rank}.json")
     error.recorded = True  # type: ignore[attr-defined]  # __main__ need not print it once more
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    told_once = (
+        tells_all and "FTCLI_LAUNCHED" in os.environ
+    )  # by our parent; torchrun would print a stack for each rank
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and not told_once:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)

@@ -19,7 +19,7 @@ from .devices import check_devices, count_cores, count_processes
 from .errors import InputError, Problem
 from .faults import StopRequest
 from .machines import ONE_MACHINE, Machines, machine_problems
-from .run_folder import RunFolder
+from .run_folder import FLIGHT_RECORDER, RunFolder
 from .supervision import LaunchError, say, supervise
 
 if TYPE_CHECKING:
@@ -223,6 +223,7 @@ def launch(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // local)),
         "PYTHONPATH": os.pathsep.join(_import_path()),
     }
+    environment |= _flight_recorder(folder)
     if cpu:  # a rehearsal must not touch the GPUs that may be there; DeepSpeed would pick them by itself
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     port = ["--main_process_port", "0"] if machines.count == 1 and machines.main_port is None else []
@@ -236,6 +237,16 @@ def launch(
         owns_folder=is_first,
         is_alone=machines.count == 1,
     )
+
+
+def _flight_recorder(folder: RunFolder) -> dict[str, str]:
+    """Return what makes ranks write where they stood when a collective times out; PyTorch adds the rank to the name."""
+    wanted = {
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that are remembered, PyTorch's own number
+        "TORCH_FR_DUMP_TEMP_FILE": str((folder.path / FLIGHT_RECORDER).resolve()),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def launch_line(

@@ -5,6 +5,7 @@ The order is sampling.py's, what a batch holds is the task's; no device, no rank
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class Rows:
     """Prepared rows as a map-style data set over the keys of `sampling`; rows are plain dictionaries."""
 
-    def __init__(self, rows: Any, task: Task, *, training: bool) -> None:
-        self.rows, self.task, self.training = rows, task, training
+    def __init__(self, rows: Any, task: Task, *, training: bool, excluded: Set[int] = frozenset()) -> None:
+        self.rows, self.task, self.training, self.excluded = rows, task, training, excluded
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -32,7 +33,7 @@ class Rows:
     def __getitem__(self, key: Key) -> Row:
         epoch, index = key
         row = self.rows[max(index, 0)] | {"epoch": epoch, "training": self.training}
-        return self.task.blank(row) | {"id": PADDING} if index == PADDING else row
+        return self.task.blank(row) | {"id": PADDING} if index == PADDING or row["id"] in self.excluded else row
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,17 @@ class Collate:
 
 
 def build_loaders(
-    recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, first_step: int
+    recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, first_step: int, excluded: Set[int] = frozenset()
 ) -> tuple[DataLoader, DataLoader | None]:
-    """Return loaders of host batches in global order; Accelerate gives each process its share of the batches."""
+    """Return loaders of host batches in global order; Accelerate gives each process its share of the batches.
+
+    Training rows whose id is in `excluded` are padding instead; it may grow until the loader is iterated.
+    """
     from torch.utils.data import DataLoader
 
     def loader(part: Any, order: Any, *, training: bool) -> DataLoader:
         return DataLoader(
-            Rows(part, task, training=training),  # type: ignore[arg-type]
+            Rows(part, task, training=training, excluded=excluded if training else frozenset()),  # type: ignore[arg-type]
             batch_sampler=order,
             collate_fn=Collate(task),
             num_workers=recipe.data.workers if training else 0,

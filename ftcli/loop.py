@@ -17,10 +17,13 @@ import torch
 
 from .artifacts import save_final
 from .checkpoint import save
+from .evaluation import evaluate
 from .faults import Stopped
+from .hardware.out_of_memory import out_of_memory_told
+from .nonfinite import go_back
 from .report import Reporter
 from .sampling import PADDING, digest
-from .schedule import due, learning_rate
+from .schedule import due
 
 if TYPE_CHECKING:
     from .run import Run
@@ -37,7 +40,7 @@ class Step:
     samples: int  # digest of the ids of the rows that were really delivered, over all ranks
     rows: int
     data_seconds: float  # time this process waited for its rows
-    stop: bool  # a rank was asked to end the run, before or during this step; never true of the last
+    stop: bool  # a rank was asked to end the run
     loss_tensor: torch.Tensor
     norm_tensor: torch.Tensor
 
@@ -57,6 +60,7 @@ class Window:
     """The micro-batches of one rank for one step, on the host, and what all ranks say of theirs."""
 
     batches: list[Batch]
+    ids: list[np.ndarray]  # of the rows of each micro-batch
     agreed: Callable[[], list[int]]  # waits for the sums over ranks: items, digest, rows, stop requests
     seconds: float
 
@@ -67,49 +71,62 @@ def windows(run: Run) -> Iterator[Window]:
     for _ in range(run.first_step, run.steps):
         started = time.perf_counter()
         window = list(itertools.islice(batches, run.plan.accumulation))
-        ids = torch.cat([batch.pop("sample_ids") for batch in window]).numpy()
+        parts = [batch.pop("sample_ids").numpy() for batch in window]
+        ids = np.concatenate(parts)
         items = sum(run.task.count(batch) for batch in window)
         message = [items, digest(ids), int((ids != PADDING).sum()), int(run.stop.requested() or run.saving.failed())]
-        yield Window(window, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
+        yield Window(window, parts, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
 
 
 def steps(run: Run) -> Iterator[Step]:
-    """Train: yield after each optimizer step.
+    """Train: yield after each optimizer step; when bad steps are undone (recipe: `faults`), numbers go back."""
+    yield from _stretch(run)
+    while run.flags.must_go_back:
+        go_back(run)
+        yield from _stretch(run)
+
+
+def _stretch(run: Run) -> Iterator[Step]:
+    """Train from `run.first_step` on, to the end or to a step that must be undone.
 
     The loss of a step is the sum over its items divided by the items of the whole global batch. Accelerate divides
     by the accumulation and the ranks are averaged, so each micro-batch's sum is multiplied by both first.
     """
-    accelerator, model, optimizer = run.hardware.accelerator, run.model, run.optimizer
+    accelerator, model, optimizer, heart = run.hardware.accelerator, run.model, run.optimizer, run.heart
     model.train()
     run.stop.start_clock(run.recipe.train.max_minutes)  # not before: each launch does a step
     ahead = windows(run)
     window = next(ahead, None)
     for number in range(run.first_step, run.steps):
         assert window is not None
+        heart.beat("waiting for ranks", number)
         items, samples, rows, _ = window.agreed()
-        rate = learning_rate(
-            number,
-            peak=run.recipe.optimizer.learning_rate,
-            name=run.recipe.schedule.name,
-            steps=run.steps,
-            warmup_steps=run.plan.warmup_steps or 0,
-            min_ratio=run.recipe.schedule.min_ratio,
-        )
+        rate = run.learning_rate(number)
         for group in optimizer.param_groups:  # before the window: some backends step inside backward
             group["lr"] = rate
         run.reseed(number)
         scale = run.plan.accumulation * run.plan.processes / max(items, 1)
-        total = torch.zeros((), device=accelerator.device)
-        for batch in window.batches:
+        zero, losses = torch.zeros((), device=accelerator.device), []
+        for batch in window.batches if rows else ():  # no row is left when all were undone before: nothing moves
             with accelerator.accumulate(model):
+                heart.beat("forward", number)
                 loss = run.task.loss(model, run.to_device(batch))
+                heart.beat("backward", number)
                 run.hardware.backward(loss * scale)
-                total += loss.detach()
-        norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+                losses.append(loss.detach())
+        norm = zero
+        if rows:
+            norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = run.hardware.ranks.sum_on_device(sum(losses, zero)) / max(items, 1)
         done = window
+        heart.beat("loading rows", number)
         window = next(ahead, None)  # the host prepares the next rows while the device works
+        heart.beat("waiting for the device", number)
+        if not run.flags.settle():  # of the step before: the device works on this one
+            break
+        run.flags.watch(number + 1, done.ids, losses, loss=mean, norm=norm)
         yield Step(
             number=number + 1,
             learning_rate=rate,
@@ -118,36 +135,15 @@ def steps(run: Run) -> Iterator[Step]:
             rows=rows,
             data_seconds=done.seconds,
             stop=window is not None and window.agreed()[3] > 0,  # the newest message, so at this very step
-            loss_tensor=run.hardware.ranks.sum_on_device(total) / max(items, 1),
+            loss_tensor=mean,
             norm_tensor=norm,
         )
+        if run.flags.must_go_back:  # the caller has asked
+            break
         model.train()  # the caller may have evaluated
-
-
-def evaluate(run: Run) -> dict[str, float]:
-    """Return the task's metrics over every evaluation row, each counted exactly once, equal on every rank.
-
-    Raises `Stopped` on all ranks, after the same batch, when the run was asked to stop meanwhile.
-    """
-    assert run.eval_loader is not None and run.rows.eval is not None
-    run.model.eval()
-    collected: dict[str, list[np.ndarray]] = {}
-    with torch.no_grad():
-        for batch in run.eval_loader:
-            asked = run.hardware.ranks.sum_later([int(run.stop.requested())])
-            ids = batch.pop("sample_ids")
-            values = run.task.eval_step(run.model, run.to_device(batch)) | {"id": ids}
-            for name, value in values.items():
-                collected.setdefault(name, []).append(value.cpu().numpy())
-            if asked()[0]:
-                raise Stopped
-    gathered = {name: run.hardware.ranks.gather(np.concatenate(parts)) for name, parts in collected.items()}
-    real = gathered["id"] != PADDING
-    order = np.argsort(gathered["id"][real], kind="stable")
-    rows = {name: values[real][order] for name, values in gathered.items()}
-    if len(rows["id"]) != len(run.rows.eval) or len(np.unique(rows["id"])) != len(rows["id"]):
-        raise RuntimeError(f"evaluated {len(rows['id'])} rows of {len(run.rows.eval)}: a row is missing or double")
-    return run.task.metrics(rows)
+    if window is not None:
+        window.agreed()  # its message is under way
+    run.flags.settle()
 
 
 def train(run: Run) -> None:
@@ -156,7 +152,7 @@ def train(run: Run) -> None:
     Once asked to stop, nothing is begun that resuming can do: a step's evaluation that was cut short or left out is
     not recorded, and the resumed run begins with it.
     """
-    with Reporter(run) as report, run.saving:
+    with Reporter(run) as report, run.saving, out_of_memory_told(run):
         metrics: dict[str, float] | None = {}
         stops = run.hardware.ranks.any(run.stop.requested(now=True))
         if run.starts_with_evaluation and not stops:
@@ -166,11 +162,15 @@ def train(run: Run) -> None:
             return
         for step in steps(run):
             report.step(step)
+            evaluates = run.eval_loader is not None and due(step.number, run.recipe.evaluate.every_steps, run.steps)
+            saves = step.stop or due(step.number, run.recipe.checkpoint.every_steps, run.steps)
+            if (evaluates or saves) and not run.flags.settle():
+                continue  # `steps` goes back
             metrics = {}
-            if run.eval_loader is not None and due(step.number, run.recipe.evaluate.every_steps, run.steps):
+            if evaluates:
                 metrics = None if step.stop else _measure(run, report, step.number)
             stops = step.stop or metrics is None
-            if stops or due(step.number, run.recipe.checkpoint.every_steps, run.steps):
+            if stops or saves:
                 started = time.perf_counter()
                 folder = save(run, step.number, metrics, background=run.recipe.checkpoint.background)
                 report.saved(step.number, folder, time.perf_counter() - started)

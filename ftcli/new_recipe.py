@@ -95,6 +95,7 @@ def _starting_values(task: str, model: str, data: str, eval: str | None) -> dict
         "schedule": {"name": "linear", "warmup_steps": 0.1},
         "evaluate": {"every_steps": 100, "at_start": True},
         "checkpoint": {"every_steps": 100, "keep": 2},
+        "faults": {"non_finite": "stop"},
         "log": {"every_steps": 1, "trackers": []},
     }
     for section, changes in _STARTS.get(task, {}).items():

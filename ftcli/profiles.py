@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 KIND = "accelerate_configs"
+SKIPPING_DEEPSPEED = (0, 19, 8)  # seen to leave out steps that are not finite, in every precision and under offload
 PROFILE_PRECISION = {"bf16": "bf16", "fp16": "fp16"}  # recipe's word -> Accelerate's for the same; others are its "no"
 
 
@@ -96,7 +99,19 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
     if profile.distributed_type == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or choose the profile fsdp"
         problems.append(Problem("this profile needs DeepSpeed, which is not installed", where, hint))
+    elif profile.distributed_type == "DEEPSPEED" and recipe.faults.non_finite == "skip":
+        problems += _steps_anyway(metadata.version("deepspeed"), where)
     return problems
+
+
+def _steps_anyway(installed: str, where: str) -> list[Problem]:
+    """Return why a DeepSpeed cannot leave a step out: it steps inside backward, so that it must do so by itself."""
+    if tuple(int(number) for number in re.findall(r"\d+", installed)[:3]) >= SKIPPING_DEEPSPEED:
+        return []
+    known = ".".join(map(str, SKIPPING_DEEPSPEED))
+    hint = f"set it to stop or rollback, or install deepspeed {known} or newer, which does"
+    told = f"faults.non_finite is skip, and DeepSpeed {installed} is not known to leave out a step that is not finite"
+    return [Problem(told, where, hint)]
 
 
 def profile_from_environment(environ: Mapping[str, str]) -> Profile:

@@ -230,6 +230,19 @@ class Checkpoint(Section):
     )
 
 
+class Faults(Section):
+    """What happens to a step whose loss or gradient is not finite (an overflow under fp16 is none: see precision)."""
+
+    non_finite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="stop: the run ends with exit code 1 and names step, ranks and rows. skip: the step's update is "
+        "left out; the host then waits for the device at every step. rollback: the run goes back to its newest "
+        "checkpoint, and never again sees the rows of that step.",
+    )
+    max_in_a_row: PositiveInt = Field(3, description="The run ends when more steps than this follow each other so.")
+    max_in_all: PositiveInt = Field(10, description="The run ends when more steps than this were so, over all resumes.")
+
+
 class Log(Section):
     """What is written down while training."""
 
@@ -268,12 +281,24 @@ class Recipe(Section):
     checkpoint: Checkpoint = Field(
         default_factory=Checkpoint, description="When all that resuming needs is saved, and how much of it stays."
     )
+    faults: Faults = Field(
+        default_factory=Faults, description="What happens to a step whose loss or gradient is not finite."
+    )
     log: Log = Field(default_factory=Log, description="What is written down while training.")
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Recipe:
         if self.checkpoint.keep_best is not None and self.data.eval is None and not self.data.eval_rows:
             raise ValueError("checkpoint.keep_best needs evaluation rows: set data.eval or data.eval_rows")
+        return self
+
+    @model_validator(mode="after")
+    def _faults_can_be_undone(self) -> Recipe:
+        policy = self.faults.non_finite
+        if policy == "skip" and self.model.batch_norm == "train":
+            raise ValueError("faults.non_finite: skip cannot undo what a step did to batch_norm: train; use rollback")
+        if policy == "rollback" and self.checkpoint.every_steps is None:
+            raise ValueError("faults.non_finite: rollback needs checkpoints to go back to: set checkpoint.every_steps")
         return self
 
     @model_validator(mode="after")

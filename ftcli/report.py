@@ -7,7 +7,6 @@ due. On a terminal progress is one moving line; in a log file it is one plain li
 from __future__ import annotations
 
 import contextlib
-import math
 import resource
 import sys
 import time
@@ -101,12 +100,9 @@ class Reporter:
         last = step.number == self.run.steps
         if step.number % self.run.recipe.log.every_steps == 0 or last or step.stop:
             row = self._row(step)
-            scaled = self.run.hardware.loss_scale is not None  # then a step whose gradient overflows is skipped
-            if not (math.isfinite(row["loss"]) and (scaled or math.isfinite(row["grad_norm"]))):
-                raise RuntimeError(
-                    f"step {step.number}: loss {row['loss']}, gradient norm {row['grad_norm']}; the weights are lost. "
-                    "Lower optimizer.learning_rate or lengthen schedule.warmup_steps"
-                )
+            undone = self.run.recipe.faults.non_finite != "skip"
+            if undone and not self.run.flags.is_good(row["loss"], row["grad_norm"]):
+                return  # or it ends the run: either way it leaves no row
             self._write(row)
             self._show(row, last=last or step.stop)
         elif self.terminal:

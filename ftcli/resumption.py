@@ -24,8 +24,8 @@ from .supervision import say
 AUTO, NEVER = "auto", "never"
 ANYWAY = "--resume-anyway"
 LENGTH = ("train.max_steps", "train.epochs")
-# Sections that say what is written down, measured or kept, not what is trained.
-FREE_SECTIONS = ("output", "log", "evaluate", "checkpoint")
+# Sections that say what is written down, measured or kept, not what is trained; faults: the steps done were good.
+FREE_SECTIONS = ("output", "log", "evaluate", "checkpoint", "faults")
 
 
 def find_start(folder: RunFolder, recipe: Recipe, resume: str, *, anyway: bool = False) -> Path | None:

@@ -19,15 +19,16 @@ from .cache import PreparedRows, prepare_rows
 from .checkpoint_folder import abandon, damage, read_state, step_of
 from .errors import InputError
 from .faults import Stopped, StopRequest, end_early, record_failure, watch_parent, watch_peers
+from .heartbeat import Heartbeat
 from .loaders import build_loaders
 from .planning import Plan, derive_plan
 from .recipe import Recipe
 from .recipe_file import dump_recipe, load_recipe
 from .resumption import belongs_to, check_rows
 from .run_folder import DRY_RUN, ORIGIN, START, RunFolder, describe_environment
-from .sampling import seed_of
+from .sampling import TrainOrder, seed_of
 from .saving import Saving
-from .schedule import due
+from .schedule import due, learning_rate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from .hardware import Hardware
+    from .nonfinite import Flags
     from .profiles import Profile
     from .tasks.protocol import Batch, Task
 
@@ -51,11 +53,14 @@ class Run:
     optimizer: Optimizer
     train_loader: DataLoader
     eval_loader: DataLoader | None
+    order: TrainOrder  # what the loader of training rows follows
     rows: PreparedRows
+    flags: Flags
     facts: list[str]  # one line each, for the log
     folder: RunFolder | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     saving: Saving = field(default_factory=Saving)
+    heart: Heartbeat = field(default_factory=Heartbeat)
     first_step: int = 0
     is_measured: bool = True  # the checkpoint that the run goes on from holds the metrics of its step
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
@@ -73,6 +78,17 @@ class Run:
         if self.eval_loader is None or self.first_step == 0:
             return self.eval_loader is not None and section.at_start
         return not self.is_measured and due(self.first_step, section.every_steps, self.steps)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of the step after `step` steps."""
+        return learning_rate(
+            step,
+            peak=self.recipe.optimizer.learning_rate,
+            name=self.recipe.schedule.name,
+            steps=self.steps,
+            warmup_steps=self.plan.warmup_steps or 0,
+            min_ratio=self.recipe.schedule.min_ratio,
+        )
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a batch's tensors on the device of this process."""
@@ -110,6 +126,7 @@ def prepare(
     from . import hardware as hardware_package
     from .checkpoint import check_disk, load
     from .models import quiet_libraries
+    from .nonfinite import Flags
     from .optimizers import build_optimizer
     from .tasks import build_task
 
@@ -136,7 +153,10 @@ def prepare(
     )
     model = hardware.fit(_build_model(loaded, task, rows, weights), loaded)
     optimizer = build_optimizer(model, loaded.optimizer)
-    train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step)
+    flags = Flags(loaded.faults, hardware, excluded=set())
+    train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
+    order = train_loader.batch_sampler
+    assert isinstance(order, TrainOrder)
     loaders = [train_loader] if eval_loader is None else [train_loader, eval_loader]
     with hardware.handing_out(model, optimizer):
         model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
@@ -156,7 +176,9 @@ def prepare(
         optimizer=optimizer,
         train_loader=loaders[0],
         eval_loader=loaders[1] if len(loaders) > 1 else None,
+        order=order,
         rows=rows,
+        flags=flags,
         facts=facts,
         folder=folder,
         first_step=first_step,
@@ -165,6 +187,7 @@ def prepare(
     if resume is not None:
         load(run, Path(resume))
         run.is_measured = bool(read_state(Path(resume))["metrics"])
+        flags.restore(read_state(Path(resume)).get("not_finite", []))
         facts.append(f"goes on after step {first_step} from {resume}")
     return run
 
@@ -243,7 +266,7 @@ def work(
     if is_main and "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
         folder.claim(resuming=resuming)  # before failures are recorded: a refusal must leave no trace in another's run
     is_alone = "FTCLI_LAUNCHED" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1"
-    with record_failure(folder), StopRequest.listening(folder) as stop:
+    with record_failure(folder), Heartbeat(folder) as heart, StopRequest.listening(folder) as stop:
         watch_parent()
         watch_peers(folder)
         try:
@@ -257,6 +280,7 @@ def work(
                 run = prepare(
                     recipe, output=output, cpu=cpu, dry_run=dry_run, resume=start, resume_anyway=resume_anyway
                 )
+                run.heart = heart
                 _check_world(run, profile)
                 if run.hardware.ranks.is_main:
                     folder.rewind(run.first_step)

@@ -25,6 +25,8 @@ from .errors import InputError
 OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "checkpoints", "final")  # a folder that holds one of these is somebody's
 START = "start.json"  # written on request: what a run was before its first step
 ORIGIN = "resumed.json"  # written by a run that begins at a checkpoint of another run
+HEARTBEATS = "heartbeats"  # what each rank is at, while it runs
+FLIGHT_RECORDER = "flight-recorder-rank-"  # where each stood when a collective timed out
 DRY_RUN = "dry-run"  # the file that says a folder may be thrown away
 PACKAGES = ("ftcli", "torch", "accelerate", "transformers", "peft", "datasets", "deepspeed", "safetensors", "numpy")
 

@@ -16,12 +16,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_SIGNAL
+from .errors import EXIT_FAILED, EXIT_SIGNAL
 from .faults import STARTED, STOP_SIGNALS, end_early, failure_records
-from .run_folder import RunFolder
+from .run_folder import FLIGHT_RECORDER, RunFolder
 
 FAILURE_GRACE_SECONDS = 10.0
 TERMINATE_SECONDS = 3.0
@@ -100,6 +101,11 @@ def supervise(
         return
     found = failure_records(folder) if ended_by_us is None else ended_by_us
     records = [record for record in found if record not in stale]
+    if dumps := _flight_records(folder):
+        say(
+            f"ftcli: a collective timed out; where {len(dumps)} ranks stood: {dumps[0].parent}/{FLIGHT_RECORDER}*; "
+            f"compare them with: torchfrtrace --prefix {FLIGHT_RECORDER} {dumps[0].parent}"
+        )
     try:
         _judge(folder, result, before, code, signals.names, records)
     except LaunchError as error:
@@ -268,8 +274,13 @@ def end_processes(token: str) -> None:
 
 def _clear(folder: RunFolder) -> None:
     """Remove what an earlier launch into this folder may have left: it must not stop or fail this one."""
-    for stale in (folder.stop_file, *folder.errors.glob("rank-*.json")):
+    for stale in (folder.stop_file, *folder.errors.glob("rank-*.json"), *_flight_records(folder)):
         stale.unlink(missing_ok=True)
+
+
+def _flight_records(folder: RunFolder) -> list[Path]:
+    """Return what NCCL's flight recorder wrote, one file for each rank."""
+    return sorted(folder.path.glob(f"{FLIGHT_RECORDER}*"))
 
 
 def _stamp(folder: RunFolder, result: str | None) -> tuple[int, int] | None:
@@ -292,7 +303,7 @@ def _judge(
     status = folder.status() if is_fresh and result == "status.json" else {}
     if records:
         first = records[0]
-        if first["exit_code"] != EXIT_INPUT:
+        if first["traceback"]:
             say(f"\n{first['traceback'].rstrip()}")
         raise _failure(f"rank {first['rank']}: {first['message']}", first["exit_code"])
     if signals and code is None:

@@ -45,6 +45,7 @@ class Hardware:
     ranks: Ranks
     distributed_type: str  # as Accelerate names it, with MULTI_CPU told apart from MULTI_GPU
     loss_scale: precision.LossScale | None  # under fp16 only
+    skips: bool  # a step that is not finite leaves the weights alone
 
     def fit(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         """Return the model as the backend needs it before `prepare`, computing in the recipe's precision."""
@@ -55,7 +56,12 @@ class Hardware:
         return model
 
     def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradients; the last one of a window sums them over the ranks."""
+        """Add a micro-batch's gradients; the last one of a window sums them over the ranks.
+
+        Where bad steps are skipped, a loss that is not finite leaves no finite gradient: the norm then tells of both.
+        """
+        if self.skips:
+            loss = loss * (1 + 0 * loss.detach())  # times 1, or times NaN
         self.backend.backward(self.accelerator, loss, self._factor)
 
     @property
@@ -73,13 +79,14 @@ class Hardware:
     def clip(self, model: nn.Module, max_norm: float | None) -> Tensor:
         """Clip gradients to a global 2-norm and return the norm before clipping, a float32 scalar on the device.
 
-        Under fp16 a norm that is not finite leaves no gradients, so that the optimizer's step changes nothing; to
-        know that, the host waits for the device.
+        Under fp16, and where bad steps are skipped, a norm that is not finite leaves no gradients, so that the
+        optimizer's step changes nothing; to know that, the host waits for the device.
         """
         norm: Tensor = self.backend.clip(self.accelerator, model, max_norm, self._factor)
-        if self.loss_scale is not None:
+        if self.loss_scale is not None or self.skips:
             finite = bool(norm.isfinite())
-            self.loss_scale.update(finite=finite)
+            if self.loss_scale is not None:
+                self.loss_scale.update(finite=finite)
             if not finite:
                 self.unwrap(model).zero_grad()
         return norm
@@ -165,8 +172,9 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
     distributed_type = str(accelerator.distributed_type).rpartition(".")[2]
     chosen = BACKENDS[distributed_type]
     chosen.configure(accelerator, recipe, plan)
+    skips = recipe.faults.non_finite == "skip"
     loss_scale = precision.LossScale() if recipe.precision == "fp16" else None
-    return Hardware(accelerator, chosen, Ranks(accelerator), distributed_type, loss_scale)
+    return Hardware(accelerator, chosen, Ranks(accelerator), distributed_type, loss_scale, skips)
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:

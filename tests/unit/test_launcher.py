@@ -345,3 +345,15 @@ def test_accelerate_starts_every_profile_without_a_gpu(
     assert len(seen) == processes
     for variable, value in expected.items():
         assert all(f'"{variable}": "{value}"' in text for text in seen)
+
+
+def test_ranks_write_where_they_stood_into_the_run_folder_unless_the_user_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    wanted = launcher._flight_recorder(RunFolder(tmp_path))
+    assert wanted["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight-recorder-rank-"
+    assert int(wanted["TORCH_FR_BUFFER_SIZE"]) > 0 and wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/elsewhere/rank-")
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in launcher._flight_recorder(RunFolder(tmp_path))

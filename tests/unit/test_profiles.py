@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -27,7 +28,7 @@ from ftcli.profiles import (
     profile_from_environment,
     user_default,
 )
-from ftcli.recipe import Batch, Data, Model, Optimizer, Recipe, Source, Train
+from ftcli.recipe import Batch, Data, Faults, Model, Optimizer, Recipe, Source, Train
 from ftcli.shipped import shipped_folder
 
 TYPES = {
@@ -455,6 +456,17 @@ def test_a_deepspeed_profile_without_deepspeed_is_told(monkeypatch: pytest.Monke
         "this profile needs DeepSpeed, which is not installed"
     ]
     assert check_pair(a_recipe(), load_profile("fsdp")) == []
+
+
+def test_a_deepspeed_that_cannot_skip_a_step_is_refused_for_that_policy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    skips = a_recipe().model_copy(update={"faults": Faults(non_finite="skip")})
+    undoes = a_recipe().model_copy(update={"faults": Faults(non_finite="rollback")})
+    zero2 = load_profile("zero2")
+    assert check_pair(skips, zero2) == []
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.19.2")
+    (problem,) = check_pair(skips, zero2)
+    assert "faults.non_finite is skip, and DeepSpeed 0.19.2" in problem.what and "stop or rollback" in problem.hint
+    assert check_pair(undoes, zero2) == [] and check_pair(skips, load_profile("fsdp")) == []
 
 
 # Our lists of keys against the installed Accelerate

@@ -39,7 +39,7 @@ import os, signal, sys, time
 from pathlib import Path
 from ftcli.errors import InputError
 from ftcli.faults import StopRequest, record_failure, watch_parent
-from ftcli.run_folder import RunFolder
+from ftcli.run_folder import FLIGHT_RECORDER, RunFolder
 folder, rank = RunFolder(sys.argv[1]), int(os.environ["RANK"])
 (folder.path / f"pid-{rank}").write_text(str(os.getpid()))
 """
@@ -70,6 +70,11 @@ with record_failure(folder):
     "input_is_wrong": """
 with record_failure(folder):
     raise InputError("no rows in rows.jsonl", hint="write some")
+""",
+    "times_out": """
+time.sleep(0.3)  # the clearing comes first
+(folder.path / f"{FLIGHT_RECORDER}{rank}").touch()
+os.kill(os.getpid(), signal.SIGKILL)
 """,
     "is_killed": """
 folder.write_status("running", 0, 0)
@@ -236,6 +241,17 @@ def test_a_rank_that_the_system_kills_is_a_failure(tmp_path: Path, launch_comman
     with pytest.raises(LaunchError, match="lack of host memory"):
         supervise(launch_command("is_killed"), folder=RunFolder(tmp_path / "run"))
     assert RunFolder(tmp_path / "run").status()["state"] == "failed"
+
+
+def test_a_collective_that_timed_out_comes_with_the_flight_recorder_s_files(
+    tmp_path: Path, launch_command: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LaunchError):
+        supervise(launch_command("times_out"), folder=RunFolder(tmp_path / "run"))
+    assert f"where 2 ranks stood: {tmp_path}/run/flight-recorder-rank-*; compare them" in capsys.readouterr().err
+    with pytest.raises(LaunchError):
+        supervise(launch_command("is_killed"), folder=RunFolder(tmp_path / "run"))
+    assert "where 2 ranks stood" not in capsys.readouterr().err  # those were an earlier run's
 
 
 def test_the_first_signal_asks_for_a_stop_and_the_run_ends_well(

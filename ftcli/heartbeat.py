@@ -1,0 +1,128 @@
+"""Where each rank of a run is: its phase and step, in a small file of the run folder; and whom the others wait for.
+
+Phase changes are counted. All ranks go through the same ones, so the rank with the fewest is the one that the others
+wait for. The main thread only notes a change; a thread writes the file every two seconds, so that no slow disk holds
+up a step, and on rank 0 looks whether this step takes much longer than steps do. Light: never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .run_folder import HEARTBEATS, RunFolder
+from .supervision import say
+
+WRITE_SECONDS = 2.0
+FACTOR = 10  # a lap is long when it takes so many times the median of those before it
+LEAST_SECONDS = 10.0  # no lap shorter than this is long
+FIRST_SECONDS = 300.0  # when a lap is long that has none before it
+APART = ("loading", "evaluating", "saving")  # phases that are laps of their own; all others belong to their step
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank is at. Times are seconds since the epoch, by the clock of that rank's machine."""
+
+    count: int  # phase changes so far
+    phase: str
+    step: int  # optimizer steps done
+    since: float
+
+
+class Heartbeat:
+    """The phase of this process; as a context manager it is also written down, and watched on rank 0."""
+
+    def __init__(self, folder: RunFolder | None = None) -> None:
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.now = Beat(0, APART[0], 0, time.time())
+        self._folder = None if folder is None else folder.path / HEARTBEATS
+        self._lap, self._lap_began = (APART[0], 0), time.monotonic()
+        self._laps: dict[str, deque[float]] = {}
+        self._told: float | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="ftcli-heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        if self._folder is not None:
+            if self.rank == 0:
+                for stale in self._folder.glob("rank-*.json"):  # others write theirs anew
+                    stale.unlink(missing_ok=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        if self._folder is None:
+            return
+        self._thread.join()
+        if error is None:  # of a run that failed the last phases stay to be looked at
+            (self._folder / f"rank-{self.rank}.json").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # others are still at it
+                self._folder.rmdir()
+
+    def beat(self, phase: str, step: int) -> None:
+        """Note that this process enters a phase; costs about a microsecond."""
+        self.now = Beat(self.now.count + 1, phase, step, time.time())
+        lap = (phase if phase in APART else "step", step)
+        if lap != self._lap:
+            began = time.monotonic()
+            self._laps.setdefault(self._lap[0], deque(maxlen=101)).append(began - self._lap_began)
+            self._lap, self._lap_began = lap, began
+
+    def _live(self) -> None:
+        assert self._folder is not None
+        while True:
+            with contextlib.suppress(OSError):  # a full disk, or a file of a rank that has just ended
+                RunFolder(self._folder).write_json(f"rank-{self.rank}.json", asdict(self.now) | {"time": time.time()})
+                if self.rank == 0:
+                    self._look()
+            if self._end.wait(WRITE_SECONDS):
+                return
+
+    def _look(self) -> None:
+        """Say, once for each lap that is far too long, which rank the others wait for."""
+        (kind, step), began = self._lap, self._lap_began
+        before = list(self._laps.get(kind, ()))
+        usual = statistics.median(before) if before else None
+        elapsed = time.monotonic() - began
+        limit = FIRST_SECONDS if usual is None else max(LEAST_SECONDS, FACTOR * usual)
+        if elapsed <= limit or self._told == began:
+            return
+        self._told = began
+        name = "loading" if kind == "loading" else f"{'' if kind == 'step' else f'{kind} after '}step {step}"
+        compared = "" if usual is None else f", usually {usual:.1f} s"
+        assert self._folder is not None
+        say(f"ftcli: {name} has taken {elapsed:.0f} s{compared}: {describe_slowest(self._folder, self.world)}")
+
+
+def describe_slowest(folder: Path, world: int) -> str:
+    """Return which rank is behind the others by the files in `folder`, and what it is at."""
+    beats: dict[int, dict[str, Any]] = {}
+    for rank in range(world):
+        path = folder / f"rank-{rank}.json"
+        if not path.exists():
+            return f"rank {rank} has written no heartbeat yet"
+        beats[rank] = json.loads(path.read_text(encoding="utf-8"))
+    least = min(beat["count"] for beat in beats.values())
+    behind = [rank for rank, beat in beats.items() if beat["count"] == least]
+    slowest = beats[behind[0]]
+    where = f"{slowest['phase']} (step {slowest['step']}) for {slowest['time'] - slowest['since']:.0f} s"
+    silent = time.time() - slowest["time"]
+    if silent > 5 * WRITE_SECONDS:
+        where += f", and has written no heartbeat for {silent:.0f} s"
+    if len(behind) == world:
+        return f"{'all ranks are' if world > 1 else 'it is'} in {where}"
+    names = f"rank {behind[0]} is" if len(behind) == 1 else f"ranks {', '.join(map(str, behind))} are"
+    return f"the slowest, {names} in {where}"

@@ -1,0 +1,200 @@
+"""A row makes the loss not a number: the run leaves its step out, or goes back, alike on every rank and profile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftcli.checkpoint_folder import checkpoint_path, publish, read_state
+from ftcli.testing import run_on_cpu
+
+from .cells import LORA, cell, go_on, save_cell, weights, write_inputs
+
+BAD_STEP = 4
+POISONED_TASK = """
+import os, torch
+from ftcli.tasks import sft
+
+Options = sft.Options
+
+class Task(sft.Task):
+    def collate(self, rows):
+        bad = {int(i) for i in os.environ.get("BAD_IDS", "").split()}
+        poison = float("nan") if any(row["id"] in bad for row in rows) else 1.0
+        return super().collate(rows) | {"poison": torch.tensor(poison)}
+
+    def loss(self, model, batch):
+        rest = {name: value for name, value in batch.items() if name != "poison"}
+        if os.environ.get("FINITE_GRADIENT"):
+            return super().loss(model, rest) + (batch["poison"] - 1)
+        return super().loss(model, rest) * batch["poison"]
+
+    def eval_step(self, model, batch):
+        return super().eval_step(model, {name: value for name, value in batch.items() if name != "poison"})
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    (folder / "poisoned.py").write_text(POISONED_TASK)
+    return folder
+
+
+def poisoned(folder: Path, **changes: Any) -> Any:
+    """Return a recipe of six steps an epoch whose task looks at BAD_IDS."""
+    batch = {"global_size": 6, "micro_size": 3}
+    return cell(folder, "sft-tied", **{"task": str(folder / "poisoned.py"), "batch": batch} | changes)
+
+
+def rows_of(recipe: Any, step: int) -> list[int]:
+    """Return the sample ids of a step, in global order."""
+    from ftcli.run import prepare
+
+    run = prepare(recipe, cpu=True)
+    size = run.plan.global_size
+    keys = [key for batch in run.order for key in batch][(step - 1) * size : step * size]
+    return [run.rows.train[index]["id"] for _, index in keys]
+
+
+def curve(run: Any, save_at: tuple[int, ...] = ()) -> dict[str, Any]:
+    from ftcli.checkpoint import save
+    from ftcli.loop import steps
+
+    rows, saved = [], []
+    for step in steps(run):
+        rows.append((step.number, step.loss, step.grad_norm, step.samples, step.rows))
+        if step.number in save_at:
+            saved.append(save(run, step.number))
+    return {"rows": rows, "after": weights(run), "record": run.flags.record, "saved": saved}
+
+
+def leave_a_step_out(folder: Path, output: Path, names: list[str]) -> dict[str, Any]:
+    """Return case -> (curve of a run that skips a bad step, curve of one that never made it)."""
+    from ftcli.run import prepare
+
+    found = {}
+    for name in names:
+        changes = {"adapter": LORA} if name == "lora" else {}
+        changes |= {"train": {"max_steps": 6}, "precision": name if name in ("fp16", "bf16_pure") else "fp32"}
+        recipe = poisoned(folder, **changes)
+        ids = rows_of(recipe, BAD_STEP)
+        os.environ.pop("BAD_IDS", None)
+        save_cell(recipe, output / name, at=(BAD_STEP - 1,))
+        if os.environ.get("RANK", "0") == "0":
+            as_if_made(output / name)
+        wanted = save_cell_barrier(recipe, checkpoint_path(output / name, BAD_STEP))
+        os.environ["BAD_IDS"] = str(ids[-1])
+        if name == "finite gradient":
+            os.environ["FINITE_GRADIENT"] = "1"
+        skipping = prepare(poisoned(folder, faults={"non_finite": "skip"}, **changes), cpu=True)
+        found[name] = {"ids": ids, "skipping": curve(skipping), "wanted": wanted}
+        os.environ.pop("FINITE_GRADIENT", None)
+    return found
+
+
+def save_cell_barrier(recipe: Any, checkpoint: Path) -> dict[str, Any]:
+    """Go on from a checkpoint that rank 0 has just made."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+    return go_on(recipe, checkpoint)
+
+
+def as_if_made(run: Path) -> None:
+    """Write a checkpoint that says that the step after the last one was made, and changed nothing."""
+    import shutil
+
+    before, target = checkpoint_path(run, BAD_STEP - 1), checkpoint_path(run, BAD_STEP)
+    shutil.copytree(before, target.with_suffix(".tmp"))
+    publish(target.with_suffix(".tmp"), target, read_state(before) | {"step": BAD_STEP})
+
+
+def assert_left_out(found: dict[str, Any]) -> None:
+    for name, case in found.items():
+        rows = case["skipping"]["rows"]
+        assert [row[0] for row in rows] == [1, 2, 3, 4, 5, 6], name
+        assert np.isnan(rows[BAD_STEP - 1][1]), name
+        assert [row[1:4] for row in rows[BAD_STEP:]] == case["wanted"]["rows"], name
+        for key, value in case["wanted"]["after"].items():
+            assert np.array_equal(case["skipping"]["after"][key], value), (name, key)
+        assert case["skipping"]["record"] == [{"step": 4, "policy": "skip", "samples": sorted(case["ids"])}], name
+
+
+CASES = ["full", "lora", "finite gradient"]
+
+
+def test_a_skipped_step_leaves_no_trace_on_one_process(inputs: Path, tmp_path: Path) -> None:
+    assert_left_out(run_on_cpu(leave_a_step_out, inputs, tmp_path, CASES, processes=1, profile="single")[0])
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        "ddp",
+        "zero3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero2", "fsdp_offload", "zero3_offload")),
+    ],
+)
+def test_a_skipped_step_leaves_no_trace_on_any_profile(profile: str, inputs: Path, tmp_path: Path) -> None:
+    assert_left_out(run_on_cpu(leave_a_step_out, inputs, tmp_path, CASES, profile=profile)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["ddp", "fsdp", "zero2", "zero3"])
+def test_a_skipped_step_leaves_no_trace_in_other_precisions(profile: str, inputs: Path, tmp_path: Path) -> None:
+    found = run_on_cpu(leave_a_step_out, inputs, tmp_path, ["bf16_pure"], profile=profile)[0]
+    assert_left_out(found)
+
+
+def go_back(folder: Path, output: Path) -> dict[str, Any]:
+    """Return the curves of a run that goes back from a bad step, and of one that skips it."""
+    from ftcli.run import prepare
+
+    changes: dict[str, Any] = {"train": {"max_steps": 12}, "checkpoint": {"every_steps": 2}}
+    recipe = poisoned(folder, faults={"non_finite": "rollback"}, **changes)
+    ids = rows_of(recipe, BAD_STEP)
+    os.environ["BAD_IDS"] = str(ids[0])
+    undone = curve(prepare(recipe, cpu=True, output=output / "run"), save_at=(2, 4, 6))
+    resumed = curve(prepare(recipe, cpu=True, resume=checkpoint_path(output / "run", 6)))
+    short = changes | {"train": {"max_steps": 6}, "schedule": {"name": "constant"}}
+    back = prepare(poisoned(folder, faults={"non_finite": "rollback"}, **short), cpu=True, output=output / "short")
+    left = prepare(poisoned(folder, faults={"non_finite": "skip"}, **short), cpu=True)
+    return {
+        "ids": ids,
+        "undone": undone,
+        "resumed": resumed,
+        "short": curve(back, save_at=(3,)),
+        "skipping": curve(left),
+    }
+
+
+@pytest.mark.parametrize(
+    "profile", ["single", "ddp", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fsdp", "zero2", "zero3"))]
+)
+def test_a_run_goes_back_to_its_checkpoint_and_on_without_the_rows_of_the_bad_step(
+    profile: str, inputs: Path, tmp_path: Path
+) -> None:
+    ranks = run_on_cpu(go_back, inputs, tmp_path, processes=1 if profile == "single" else 2, profile=profile)
+    found = ranks[0]
+    rows = found["undone"]["rows"]
+    assert [row[0] for row in rows] == [1, 2, 3, 4, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert rows[2] == rows[4]
+    assert np.isnan(rows[3][1]) and rows[5][1:] == (0.0, 0.0, 0, 0)
+    assert sum(row[4] for row in rows[8:]) == 36 - 6  # a second epoch without those six, wherever they fall
+    assert np.isfinite([row[1:3] for row in rows[4:]]).all()
+    assert found["undone"]["record"] == [{"step": 4, "policy": "rollback", "samples": sorted(found["ids"])}]
+    folders = [checkpoint_path(tmp_path / "run", step) for step in (2, 4, 6)]
+    assert found["undone"]["saved"] == [folders[0], None, *folders[1:]]  # nothing while step 4 is bad
+    assert read_state(checkpoint_path(tmp_path / "run", 6))["not_finite"] == found["undone"]["record"]
+    assert found["resumed"]["rows"] == rows[8:]
+    for key, value in found["short"]["after"].items():
+        assert np.array_equal(found["skipping"]["after"][key], value), key
+    for other in ranks[1:]:
+        assert [row[:3] for row in other["undone"]["rows"] if row[0] != 4] == [row[:3] for row in rows if row[0] != 4]

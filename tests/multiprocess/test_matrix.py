@@ -139,20 +139,20 @@ def test_a_step_that_lacks_rows_is_weighed_exactly_on_every_world(
 
 def faulty_curves(folder: Path, faults: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Return the curves of a run with one guard of the mathematics removed at a time, the last with none."""
-    import ftcli.loop
+    import ftcli.run
     from ftcli.hardware.ranks import Ranks
 
-    rate, agree, add_up = ftcli.loop.learning_rate, Ranks.sum_later, Ranks.sum_on_device
+    rate, agree, add_up = ftcli.run.learning_rate, Ranks.sum_later, Ranks.sum_on_device
     found = {}
     for fault in faults:
         if fault == "the loss is divided by a rank's own items":
             Ranks.sum_later = lambda self, values: lambda: [v * self.world for v in values]  # type: ignore[method-assign]
         if fault == "the schedule is stepped once per process":
-            ftcli.loop.learning_rate = lambda number, **rest: rate(min(2 * number, rest["steps"] - 1), **rest)  # type: ignore[assignment]
+            ftcli.run.learning_rate = lambda number, **rest: rate(min(2 * number, rest["steps"] - 1), **rest)  # type: ignore[assignment]
         if fault == "the logged loss is the main rank's":
             Ranks.sum_on_device = lambda self, value: value * self.world  # type: ignore[method-assign]
         found[fault] = curve(cell(folder, "sft-tied", batch={"global_size": 12, "micro_size": 2}))
-        ftcli.loop.learning_rate, Ranks.sum_later, Ranks.sum_on_device = rate, agree, add_up  # type: ignore[method-assign]
+        ftcli.run.learning_rate, Ranks.sum_later, Ranks.sum_on_device = rate, agree, add_up  # type: ignore[method-assign]
     return found
 
 

@@ -109,12 +109,12 @@ def test_the_profiles_for_several_machines_differ_from_the_others_in_machines_on
         assert load_profile(f"{name}_multi_node").values == load_profile(name).values | machines
 
 
-def test_the_profiles_on_the_host_differ_from_the_others_in_that_only() -> None:
+def test_the_profiles_on_the_host_differ_from_the_others_in_that_and_in_who_reads() -> None:
     zero = load_profile("zero3").values
     offload = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
     assert load_profile("zero3_offload").values == zero | {"deepspeed_config": zero["deepspeed_config"] | offload}
     fsdp = load_profile("fsdp").values
-    section = fsdp["fsdp_config"] | {"fsdp_offload_params": True}
+    section = fsdp["fsdp_config"] | {"fsdp_offload_params": True, "fsdp_cpu_ram_efficient_loading": False}
     assert load_profile("fsdp_offload").values == fsdp | {"fsdp_config": section}
 
 

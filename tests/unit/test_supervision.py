@@ -84,7 +84,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 watch_parent()
 with StopRequest.listening(folder) as stop:
     if rank == 0: folder.write_status("running", 4, 0)
-    while not stop.requested() and folder.status()["state"] == "running": time.sleep(0.05)
+    while not stop.requested() and folder.status().get("state", "running") == "running": time.sleep(0.05)
     if rank == 0:  # the one that reads the file; real ranks agree by a collective
         (folder.path / "reason").write_text(stop.reason)
         folder.write_status("stopped", 5, 0)

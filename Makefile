@@ -13,6 +13,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 quickstart: .venv/.quickstart
 	$(BIN)/ftcli quickstart
 
+# Tests start hundreds of processes; each would compile torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests never reach for the model hub, and two processes share two cores.
 test test-all: export HF_HUB_OFFLINE := 1
 test test-all: export OMP_NUM_THREADS := 1

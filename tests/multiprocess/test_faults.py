@@ -138,8 +138,10 @@ def test_a_skipped_step_leaves_no_trace_on_one_process(inputs: Path, tmp_path: P
     "profile",
     [
         "ddp",
-        "zero3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero2", "fsdp_offload", "zero3_offload")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("fsdp", "zero2", "zero3", "fsdp_offload", "zero3_offload")
+        ),
     ],
 )
 def test_a_skipped_step_leaves_no_trace_on_any_profile(profile: str, inputs: Path, tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def train_adapter(folder: Path, output: Path) -> None:
     train(prepare(cell(folder, "text-lora"), output=output, cpu=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", HANDED_OUT)
 def test_a_trained_adapter_evaluates_as_on_one_process(profile: str, inputs: Path, tmp_path: Path) -> None:
     run_on_cpu(train_adapter, inputs, tmp_path / "run", processes=1, profile="single")

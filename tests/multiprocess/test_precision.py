@@ -18,10 +18,8 @@ MOST = {"bf16": 1e-4, "fp16": 1e-4, "bf16_pure": 2e-3}  # of the loss, relative;
 HELD = {"bf16": "torch.float32", "fp16": "torch.float32", "bf16_pure": "torch.bfloat16"}
 FROZEN = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "bf16_pure": "torch.bfloat16"}
 TOO_LARGE = 2.0**130  # a float32 loss times this is infinite, and so is its gradient
-PROFILES = [
-    "zero3",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero2", "fsdp_offload", "zero3_offload")),
-]
+pytestmark = pytest.mark.slow
+PROFILES = ["ddp", "fsdp", "zero2", "zero3", "fsdp_offload", "zero3_offload"]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from ftcli.testing import save_tiny_causal
 from ftcli.trained_weights import merged_model
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_another_missing_new_or_not_finite_is_named(tmp_path: Path) -> None:
     folder = save_tiny_causal(tmp_path / "tied")
     model = AutoModelForCausalLM.from_pretrained(folder)

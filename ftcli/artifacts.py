@@ -103,6 +103,7 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
     table = ["| metric | value |", "|---|---|", *measured] if measured else ["Not evaluated."]
     kind = "LoRA adapter for" if recipe.adapter.type == "lora" else "Fine-tuned from"
     base = recipe.model.name
+    trained_on = ", ".join(source.path for source in recipe.data.train_sources)
     return "\n".join(
         [
             "---",
@@ -111,7 +112,7 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
             "---",
             f"# {kind} {base}",
             "",
-            f"Task {recipe.task} on {recipe.data.train.path}, {recipe.batch.global_size} rows a step, "
+            f"Task {recipe.task} on {trained_on}, {recipe.batch.global_size} rows a step, "
             f"learning rate {recipe.optimizer.learning_rate:g}, precision {recipe.precision}, seed {recipe.seed}.",
             "",
             *table,

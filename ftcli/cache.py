@@ -11,23 +11,26 @@ import json
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .assets import cache_root
+from .encoding import Counts, encode_source, encoded_files, usable_processors
 from .errors import InputError
-from .rows import check_source, image_files, local_path, model_folder, read_rows
-from .sampling import held_out
+from .mixing import Part, read_parts, told_of_part
+from .rows import check_source, image_files, local_path, model_folder
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
 
     from .recipe import Recipe, Source
     from .tasks.protocol import Task
 
-FORMAT = 1  # raised when the layout of prepared rows changes
-PARALLEL_FROM = 20_000  # rows from which several processes encode; below, starting them costs more than it saves
+FORMAT = 2  # raised when the layout of prepared rows changes
+MOST_UNTRAINED = 0.01  # share of a source's rows that may hold nothing to train on
+SPLITS = ("train", "eval")
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,17 @@ class PreparedRows:
     eval: Dataset | None
     facts: dict[str, Any]
     fingerprint: str = ""  # changes whenever a row could
+    labels: dict[str, list[str]] = field(default_factory=dict)  # split -> names of its sources; rows hold their number
+    told: list[str] = field(default_factory=list)  # what became of the rows, one fact a line
+    tokens: int = 0  # of all rows
+    folder: Path = Path()
 
 
 def prepare_rows(recipe: Recipe, task: Task) -> PreparedRows:
     """Return the rows of `recipe` as `task` encodes them, building the cache if this is the first time.
 
-    Raises `InputError` naming source and row number for a row that the task cannot encode.
+    Raises `InputError` naming source and row number for rows that the task cannot use, and for sources of which more
+    than a hundredth holds nothing to train on.
     """
     from filelock import FileLock
 
@@ -68,11 +76,20 @@ def known_rows(recipe: Recipe) -> dict[str, int] | None:
 
 
 def _open(folder: Path) -> PreparedRows:
-    from datasets import load_from_disk
+    from datasets import Dataset
 
     meta = json.loads((folder / "meta.json").read_text())
-    splits = {name: load_from_disk(str(folder / name)) for name in meta["rows"]}
-    return PreparedRows(splits["train"], splits.get("eval"), meta["facts"], folder.name)
+    splits = {name: Dataset.from_file(str(folder / f"{name}.arrow")) for name in meta["rows"]}
+    return PreparedRows(
+        splits["train"],
+        splits.get("eval"),
+        meta["facts"],
+        folder.name,
+        labels=meta["labels"],
+        told=meta["told"],
+        tokens=meta["tokens"],
+        folder=folder,
+    )
 
 
 def _build(recipe: Recipe, task: Task, folder: Path) -> None:
@@ -80,72 +97,123 @@ def _build(recipe: Recipe, task: Task, folder: Path) -> None:
     for dead in folder.parent.glob(f"{folder.name}.tmp-*"):  # we hold the lock: whoever wrote it is gone
         shutil.rmtree(dead)
     temporary = folder.parent / f"{folder.name}.tmp-{os.getpid()}"
-    raw = _read_splits(recipe, task)
-    facts = task.survey(raw["train"][1])
-    rows = {}
-    for name, (source, part) in raw.items():
-        encoded = _encode(task, part, source, facts)
-        if len(encoded) == 0:
-            raise InputError(f"data.{name}: no row of {source} is left to use")
-        if "items" in encoded.column_names and not any(encoded["items"]):
-            hint = f"are all rows cut before their answer? data.max_length is {recipe.data.max_length}"
-            raise InputError(f"data.{name}: no row of {source} has anything to measure a loss on", hint=hint)
-        encoded.save_to_disk(str(temporary / name))
-        rows[name] = len(encoded)
-    (temporary / "meta.json").write_text(json.dumps({"rows": rows, "facts": facts}))
-    temporary.rename(folder)
-
-
-def _read_splits(recipe: Recipe, task: Task) -> dict[str, tuple[str, Dataset]]:
-    """Return split -> (name of its source, raw rows with their number in the source as `id`)."""
-    data = recipe.data
-    columns = {name: data.columns.get(name, name) for name in task.columns} | data.columns
-    train = _numbered(read_rows(data.train, _wanted(columns, task, data.train)))
-    splits = {"train": (data.train.path, train)}
-    if data.eval is not None:
-        rows = _numbered(read_rows(data.eval, _wanted(columns, task, data.eval)))
-        splits["eval"] = (data.eval.path, rows)
-    elif data.eval_rows:
-        if data.eval_rows >= len(train):
-            raise InputError(f"data.eval_rows {data.eval_rows} leaves no rows of {data.train.path} to train on")
-        kept, held = held_out(len(train), data.eval_rows, recipe.seed)
-        splits = {"train": (data.train.path, train.select(kept)), "eval": (data.train.path, train.select(held))}
-    return splits
-
-
-def _wanted(columns: dict[str, str], task: Task, source: Source) -> dict[str, str]:
-    """Return the columns to insist on: a task that reads several formats picks them from the names there are."""
-    return columns if task.columns else {name: there for name, there in columns.items() if name in columns}
-
-
-def _numbered(rows: Dataset) -> Dataset:
-    if "id" in rows.column_names:  # the source's own numbering; ours must be unique and tell the row
-        rows = rows.remove_columns(["id"])
-    return rows.add_column("id", list(range(len(rows))))
-
-
-def _encode(task: Task, rows: Dataset, source: str, facts: dict[str, Any]) -> Dataset:
-    from .tasks.protocol import RowError
-
-    def encode(row: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return task.encode(row, facts) | {"id": row["id"]}
-        except RowError as error:
-            raise RowError(f"row {row['id'] + 1} of {source}: {error}") from None
-
-    workers = min(os.cpu_count() or 1, 16) if len(rows) >= PARALLEL_FROM else None
-    fingerprint = hashlib.sha256(f"{source}{os.getpid()}{time.time_ns()}".encode()).hexdigest()[:16]
     try:
-        return rows.map(
-            encode,
-            remove_columns=rows.column_names,
-            num_proc=workers,
-            desc=f"preparing {source}",
-            new_fingerprint=fingerprint,
-            keep_in_memory=workers is None,
+        meta = _build_in(temporary, recipe, task)
+        (temporary / "meta.json").write_text(json.dumps(meta))
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _build_in(folder: Path, recipe: Recipe, task: Task) -> dict[str, Any]:
+    """Write train.arrow and eval.arrow into a new folder and return what meta.json says of them."""
+    parts = read_parts(recipe, task)
+    facts = _survey(task, parts)
+    meta: dict[str, Any] = {"rows": {}, "facts": facts, "labels": {}, "told": [], "counts": [], "tokens": 0}
+    bad = 0
+    for number, part in enumerate(parts):
+        counts = _encode(recipe, task, part, facts, folder / f"part-{number}", recipe.data.max_bad_rows - bad)
+        bad += len(counts.bad)
+        meta["told"] += told_of_part(part, counts, recipe.data)
+        meta["counts"].append({"split": part.split, "label": part.label, **asdict(counts)})
+        meta["tokens"] += counts.tokens
+    for split in SPLITS:
+        chosen = {folder / f"part-{n}": part for n, part in enumerate(parts) if part.split == split}
+        if chosen:
+            meta["labels"][split] = [part.label for part in chosen.values()]
+            meta["rows"][split] = _merge(chosen, folder / f"{split}.arrow")
+    for number in range(len(parts)):
+        shutil.rmtree(folder / f"part-{number}")
+    return meta
+
+
+def _survey(task: Task, parts: list[Part]) -> dict[str, Any]:
+    """Return the facts of all training rows: of their task's columns together, else of each source."""
+    from datasets import concatenate_datasets
+
+    training = [part.rows.select(part.indices) for part in parts if part.split == "train"]
+    if task.columns and len(training) > 1:
+        training = [concatenate_datasets([rows.select_columns(list(task.columns)) for rows in training])]
+    facts: dict[str, Any] = {}
+    for rows in training:
+        facts |= task.survey(rows)
+    return facts
+
+
+def _encode(recipe: Recipe, task: Task, part: Part, facts: dict[str, Any], folder: Path, most_bad: int) -> Counts:
+    """Encode one source into `folder`; raises `InputError` for what the recipe does not allow to be left out."""
+    counts = encode_source(
+        task,
+        part.rows,
+        part.indices,
+        facts,
+        folder,
+        title=part.path,
+        most_bad=most_bad,
+        processes=usable_processors(),
+    )
+    if len(counts.bad) > most_bad:
+        number, told = counts.bad[0]
+        allowed = recipe.data.max_bad_rows
+        more = f" (with it more than data.max_bad_rows {allowed} cannot be used)" if allowed else ""
+        hint = "mend that row, take it out, or let a few be left out with data.max_bad_rows"
+        raise InputError(f"row {number + 1} of {part.path}: {told}{more}", hint=hint)
+    if counts.untrained > max(MOST_UNTRAINED * counts.rows, recipe.data.max_bad_rows):
+        length = recipe.data.max_length
+        raise InputError(
+            f"data.{part.split}: {counts.untrained:,} of {counts.rows:,} rows of {part.path} hold nothing to train on, "
+            f"{counts.untrained_cut:,} of them because data.max_length is {length}",
+            hint="raise data.max_length, or set data.truncation to split" if counts.untrained_cut else "mend them",
         )
-    except RowError as error:
-        raise InputError(str(error), hint="mend that row, or take it out") from None
+    if counts.documents == 0:
+        raise InputError(f"data.{part.split}: no row of {part.path} is left to use")
+    return counts
+
+
+def _merge(parts: dict[Path, Part], path: Path) -> int:
+    """Write the documents of a split's sources into one file, numbered by `id` and `source`; return their number."""
+    import numpy as np
+    import pyarrow as pa
+
+    tables = [(source, name) for source, folder in enumerate(parts) for name in encoded_files(folder)]
+    schema = pa.unify_schemas([_schema(name) for _, name in tables], promote_options="permissive")
+    full = schema.append(pa.field("source", pa.int64())).append(pa.field("id", pa.int64()))
+    done = 0
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, full) as writer:
+        for source, (folder, part) in enumerate(parts.items()):
+            for again in range(part.passes):
+                for name in encoded_files(folder):
+                    table = _filled(_read(name), schema)
+                    if again == part.passes - 1 and part.last is not None:
+                        table = table.filter(pa.array(np.isin(table["row"].to_numpy(), part.last)))
+                    table = table.append_column("source", pa.array(np.full(len(table), source)))
+                    writer.write_table(table.append_column("id", pa.array(np.arange(done, done + len(table)))))
+                    done += len(table)
+    return done
+
+
+def _schema(path: Path) -> pa.Schema:
+    import pyarrow as pa
+
+    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
+        return reader.schema
+
+
+def _read(path: Path) -> pa.Table:
+    import pyarrow as pa
+
+    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
+        return reader.read_all()
+
+
+def _filled(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return a table with all columns of a schema; those it lacks are null."""
+    import pyarrow as pa
+
+    for column in schema:
+        if column.name not in table.column_names:
+            table = table.append_column(column, pa.nulls(len(table), column.type))
+    return table.select(schema.names).cast(schema)
 
 
 def _content_key(recipe: Recipe, task: Task) -> str:
@@ -153,8 +221,8 @@ def _content_key(recipe: Recipe, task: Task) -> str:
     parts = {
         "format": FORMAT,
         "data": _data_settings(recipe),
-        "train": _source_digest(recipe.data.train),
-        "eval": None if recipe.data.eval is None else _source_digest(recipe.data.eval),
+        "train": [_source_digest(source) for source in recipe.data.train_sources],
+        "eval": [_source_digest(source) for source in recipe.data.eval_sources],
         "task": task.fingerprint(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -188,8 +256,8 @@ def _file_digest(file: Any) -> str:
 def _pointer(recipe: Recipe) -> Path:
     """Return the small file that tells `check` the counts, named by what can be seen without reading the data."""
     seen: list[Any] = [FORMAT, _data_settings(recipe), recipe.model.name, recipe.model.revision]
-    for source in (recipe.data.train, recipe.data.eval):
-        path = None if source is None else local_path(source.path)
+    for source in recipe.data.train_sources + recipe.data.eval_sources:
+        path = local_path(source.path)
         if path is not None and path.is_file():
             seen.append((str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns))
     if (folder := model_folder(recipe.model.name)) is not None:

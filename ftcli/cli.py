@@ -204,6 +204,14 @@ def fetch(recipe: RecipeArgument, set_: SetOption = None) -> None:
 
 
 @app.command()
+def tokenize(recipe: RecipeArgument, set_: SetOption = None) -> None:
+    """Prepare a recipe's rows ahead of a job."""
+    from . import tokenizing
+
+    print("\n".join(tokenizing.tokenize(recipe, set_ or ())))
+
+
+@app.command()
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
     accelerate_arguments: AccelerateArguments = None,

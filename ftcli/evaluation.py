@@ -41,4 +41,17 @@ def evaluate(run: Run) -> dict[str, float]:
     rows = {name: values[real][order] for name, values in gathered.items()}
     if len(rows["id"]) != len(run.rows.eval) or len(np.unique(rows["id"])) != len(rows["id"]):
         raise RuntimeError(f"evaluated {len(rows['id'])} rows of {len(run.rows.eval)}: a row is missing or double")
-    return run.task.metrics(rows)
+    labels = run.rows.labels.get("eval", [])
+    return run.task.metrics(rows) | source_losses(rows, np.asarray(run.rows.eval["source"]), labels)
+
+
+def source_losses(rows: dict[str, np.ndarray], sources: np.ndarray, labels: list[str]) -> dict[str, float]:
+    """Return {"<label>/loss": loss per item} of the rows of each source; nothing when there is but one.
+
+    `rows` are values `[N]` as the task's `metrics` takes them, `sources [N]` the numbers of their sources.
+    """
+    if len(labels) < 2:
+        return {}
+    losses = np.bincount(sources, rows["loss"], len(labels))
+    items = np.bincount(sources, rows["items"], len(labels))  # none in a dry run that has no row of a source
+    return {f"{label}/loss": float(losses[n] / items[n]) for n, label in enumerate(labels) if items[n]}

@@ -31,8 +31,7 @@ def fetch(recipe: str | Path, overrides: Sequence[str] = ()) -> None:
 
 
 def _names(recipe: Recipe) -> list[str]:
-    sources = [source.path for source in (recipe.data.train, recipe.data.eval) if source is not None]
-    return [recipe.model.name, *sources]
+    return [recipe.model.name, *(source.path for source in recipe.data.train_sources + recipe.data.eval_sources)]
 
 
 def _fetch_model(recipe: Recipe) -> None:

@@ -62,7 +62,7 @@ def _load(target: str) -> tuple[Any, Any]:
     if (folder.path / "recipe.yaml").exists():
         if not folder.final.is_dir():
             raise InputError(f"{folder.path} has no final weights yet", hint="`ftcli show RUN` tells how far it is")
-        if load_recipe(folder.path / "recipe.yaml").task != "sft":
+        if load_recipe(folder.path / "recipe.yaml").task not in ("sft", "pretrain"):
             raise InputError(f"{folder.path} did not train a model that generates text")
         tokenizer, model = (
             load_tokenizer(Model(name=str(folder.final))),

@@ -35,6 +35,13 @@ _STARTS: dict[str, dict[str, dict[str, Any]]] = {
         "optimizer": {"learning_rate": 2e-4},
         "schedule": {"name": "cosine", "warmup_steps": 0.05},
     },
+    "pretrain": {
+        "data": {"max_length": 1024},
+        "batch": {"global_size": 32, "micro_size": 4},
+        "train": {"epochs": 1},
+        "optimizer": {"learning_rate": 2e-5},
+        "schedule": {"name": "cosine", "warmup_steps": 0.05},
+    },
     "text_classification": {"data": {"max_length": 256}, "optimizer": {"learning_rate": 5e-5}},
     "image_classification": {"model": {"batch_norm": "frozen"}, "optimizer": {"learning_rate": 2e-4}},
 }

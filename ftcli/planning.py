@@ -133,9 +133,35 @@ def check_inputs(recipe: Recipe) -> None:
     from .rows import check_source, model_folder
 
     model_folder(recipe.model.name)
-    for source in (recipe.data.train, recipe.data.eval):
-        if source is not None:
-            check_source(source, recipe.data.columns)
+    for source in recipe.data.train_sources + recipe.data.eval_sources:
+        check_source(source, recipe.data.columns_of(source))
+    format_facts(recipe)
+
+
+def format_facts(recipe: Recipe) -> dict[str, str]:
+    """Return what the rows of each source are taken for, from its first row; raises `InputError` where nothing fits.
+
+    Only tasks that recognise formats have some; a user's own task is not imported for it.
+    """
+    from .formats import described, recognise
+    from .rows import first_row, labels_of
+    from .tasks import find_task, is_own
+
+    facts: dict[str, str] = {}
+    if is_own(recipe.task) or not (kinds := getattr(find_task(recipe.task).Task, "formats", ())):
+        return facts
+    for split, sources in (("train", recipe.data.train_sources), ("eval", recipe.data.eval_sources)):
+        for source, label in zip(sources, labels_of(sources), strict=True):
+            name = f"data.{split}" + (f" {label}" if len(sources) > 1 else "")
+            row = first_row(source)
+            if row is None:
+                facts[name] = f"{source.path}: format not looked at before rows are prepared"
+                continue
+            renamed = {there: wanted for wanted, there in recipe.data.columns_of(source).items()}
+            columns = [renamed.get(column, column) for column in row]
+            found = recognise(columns, kinds, f"data.{split}: {source.path}")
+            facts[name] = f"{source.path}: {described(found, columns)}"
+    return facts
 
 
 @dataclass(frozen=True)
@@ -208,6 +234,7 @@ def check(
         derive_shards(*chosen.mesh, world)
     plan = derive_plan(loaded, world, counts["train"] if counts else None)
     facts, notes = _size_facts(loaded)
+    facts = format_facts(loaded) | facts
     notes += _exactness_notes(loaded)
     notes += [
         f"{problem.what} ({problem.hint})" for problem in check_devices(chosen, world, cpu=cpu, num_machines=machines)
@@ -223,7 +250,7 @@ def _size_facts(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
 
     facts: dict[str, Any] = {}
     notes: list[str] = []
-    if recipe.task in ("sft", "text_classification"):
+    if recipe.task in ("sft", "pretrain", "text_classification"):
         facts["tokens per step"] = f"at most {recipe.batch.global_size * recipe.data.max_length}"
     folder = model_folder(recipe.model.name)
     if folder is None:

@@ -79,6 +79,22 @@ class Source(Section):
     )
     name: str | None = Field(None, description="Configuration of a data set on the hub.")
     split: str = Field("train", min_length=1, description="Split of a data set on the hub.")
+    label: str | None = Field(
+        None, min_length=1, description="Its name in reports and metrics; absent: the file's name without its ending."
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="Column map of this source, instead of data.columns."
+    )
+    max_rows: PositiveInt | None = Field(
+        None, description="At most so many of its rows are used, chosen by the seed; null: all."
+    )
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=1000,
+        description="An epoch takes round(weight x rows) of its rows, those chosen by the seed: below 1 the same part "
+        "in every epoch, above 1 rows occur several times. Training rows only.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -91,11 +107,18 @@ class Source(Section):
         return {"anyOf": [{"type": "string", "minLength": 1}, section]}
 
 
+Sources = Annotated[list[Source], Field(min_length=1)]
+
+
 class Data(Section):
     """Which rows are trained and evaluated."""
 
-    train: Source = Field(description="Rows to train on.")
-    eval: Source | None = Field(None, description="Rows to evaluate on.")
+    train: Source | Sources = Field(description="Rows to train on: one source, or a list of them.")
+    eval: Source | Sources | None = Field(
+        None,
+        description="Rows to evaluate on: one source, or a list of them, each then with a loss of its own "
+        "(`eval/<label>/loss`).",
+    )
     eval_rows: int = Field(
         0,
         ge=0,
@@ -110,7 +133,19 @@ class Data(Section):
         description="true: an epoch is cut to a multiple of batch.global_size; false: the rows left over make one "
         "smaller step, weighed exactly.",
     )
-    max_length: int = Field(1024, ge=2, description="Longest row, in tokens; longer rows are cut. Text tasks only.")
+    max_length: int = Field(1024, ge=2, description="Longest row, in tokens. Text tasks only.")
+    truncation: Literal["truncate", "drop", "split"] | None = Field(
+        None,
+        description="What becomes of a row longer than max_length. truncate: its end is cut off; drop: it is left out; "
+        "split: it becomes several rows, and no trained token is lost. null: split for pretrain, truncate for the "
+        "other text tasks. The log tells how many rows it was.",
+    )
+    max_bad_rows: int = Field(
+        0,
+        ge=0,
+        description="So many rows that the task cannot use (another shape, no answer) may be left out, counted over "
+        "all sources; the log tells their numbers. One more is an error.",
+    )
     workers: int = Field(
         0,
         ge=0,
@@ -118,10 +153,26 @@ class Data(Section):
         description=f"Loader processes per training process; 0 loads in the training process. {MACHINE_HINT}",
     )
 
+    @property
+    def train_sources(self) -> list[Source]:
+        """Sources of the training rows, one or several."""
+        return self.train if isinstance(self.train, list) else [self.train]
+
+    @property
+    def eval_sources(self) -> list[Source]:
+        """Sources of the evaluation rows; none when there are none, or when they are held out of data.train."""
+        return self.eval if isinstance(self.eval, list) else [] if self.eval is None else [self.eval]
+
+    def columns_of(self, source: Source) -> dict[str, str]:
+        """Return the column map of a source: its own, else that of all."""
+        return source.columns or self.columns
+
     @model_validator(mode="after")
     def _one_evaluation_set(self) -> Data:
         if self.eval is not None and self.eval_rows:
             raise ValueError("eval and eval_rows exclude each other: keep one of the two")
+        if any(source.weight != 1 for source in self.eval_sources):
+            raise ValueError("eval: a weight is for training rows only; use max_rows to measure fewer")
         return self
 
 
@@ -257,7 +308,7 @@ class Recipe(Section):
 
     task: str = Field(
         min_length=1,
-        description="sft, text_classification, image_classification, ./my_task.py, or package.module.",
+        description="sft, pretrain, text_classification, image_classification, ./my_task.py, or package.module.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seeds weights, data order and dropout.")
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = Field(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ONE_A_LINE = "a .jsonl file has one JSON object a line"
+FIRST_CHARACTERS = 2**20  # in which the first row of a JSON file must end to be looked at
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
@@ -43,6 +44,33 @@ def model_folder(name: str) -> Path | None:
     if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
         raise InputError(f"model.name: {path.absolute()} is not a model folder (it has no config.json)")
     return path
+
+
+def labels_of(sources: Sequence[Source]) -> list[str]:
+    """Return what each source is called in reports: its label, else its file's name, else its path where two agree."""
+    stems = [Path(source.path).stem if local_path(source.path) else source.path for source in sources]
+    return [
+        source.label or (stem if stems.count(stem) == 1 else source.path)
+        for source, stem in zip(sources, stems, strict=True)
+    ]
+
+
+def first_row(source: Source) -> dict[str, Any] | None:
+    """Return a source's first row, its columns as they are there, where that needs no library; None where it does."""
+    path = local_path(source.path)
+    if path is None or path.suffix not in (".jsonl", ".json", ".csv", ".txt"):
+        return None
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        if path.suffix == ".csv":
+            return next(csv.DictReader(line.replace("\0", "") for line in file), None)
+        if path.suffix == ".txt":
+            return {"text": next(file, "").rstrip("\n")}
+        start = file.read(FIRST_CHARACTERS).lstrip().removeprefix("[").lstrip()
+    try:
+        row = json.JSONDecoder().raw_decode(start)[0]
+    except json.JSONDecodeError:  # it is told, with its line, when all rows are read
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def check_source(source: Source, columns: dict[str, str]) -> None:

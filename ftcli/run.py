@@ -161,6 +161,7 @@ def prepare(
     with hardware.handing_out(model, optimizer):
         model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
     facts = [
+        *rows.told,
         _describe(loaded, plan, rows),
         f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {world} processes",
         hardware.check_dtypes(model, loaded),

@@ -109,3 +109,8 @@ def held_out(rows: int, count: int, seed: int) -> tuple[NDArray[np.int64], NDArr
     """Return (training, evaluation) row indices, both in file order, with `count` rows held out by the seed."""
     order = epoch_order(rows, seed, -1)
     return np.sort(order[count:]), np.sort(order[:count])
+
+
+def chosen(rows: int, count: int, seed: int, source: int) -> NDArray[np.int64]:
+    """Return `count` of a source's row indices in file order, drawn by (seed, number of the source)."""
+    return np.sort(epoch_order(rows, seed_of(seed, source), -2)[:count])

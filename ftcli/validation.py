@@ -114,6 +114,8 @@ def _locate(location: tuple[int | str, ...], schema: Schema) -> tuple[Keys, Sche
     node = section = schema
     for step in location:
         after: Schema | None = None
+        if any(_names_member(step, branch) for branch in branches(node, schema)):
+            continue
         for branch in branches(node, schema):
             if isinstance(step, int) and "items" in branch:
                 after = branch["items"]
@@ -127,6 +129,12 @@ def _locate(location: tuple[int | str, ...], schema: Schema) -> tuple[Keys, Sche
             keys.append(step)
             node = after
     return tuple(keys), node, section
+
+
+def _names_member(step: int | str, branch: Schema) -> bool:
+    """Say whether a step of pydantic's locations is its name for a member of a union: a section, or a list of them."""
+    is_section = "properties" in branch and step == branch.get("title") and step not in branch["properties"]
+    return is_section or (branch.get("type") == "array" and isinstance(step, str) and step.startswith("list["))
 
 
 def _unknown(path: Keys) -> str:
@@ -178,6 +186,6 @@ def _hint(value: Any, node: Schema) -> str:
 
 def _length(branch: Schema) -> str:
     least, most = branch.get("minItems"), branch.get("maxItems")
-    if least is None and most is None:
-        return ""
+    if most is None:
+        return f" with at least {least} item{'s' if least > 1 else ''}, each" if least else ""
     return f" of exactly {least} items, each" if least == most else f" with {least or 0} to {most or 'any'} items, each"

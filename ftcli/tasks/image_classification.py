@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..errors import InputError
 from ..sampling import seed_of
 from .labels import classification_metrics, classification_rows, label_index, survey_labels
 from .protocol import Batch, Row, RowError
@@ -49,6 +50,8 @@ class Task:
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ..models import load_image_processor
 
+        if recipe.data.truncation is not None:
+            raise InputError("data.truncation is for texts, and image_classification has none", hint="delete it")
         self.recipe, self.options = recipe, options
         self.processor = load_image_processor(recipe.model)
 
@@ -60,11 +63,11 @@ class Task:
         """Return {"labels": names}."""
         return {"labels": survey_labels(rows, self.options.labels)}
 
-    def encode(self, row: Row, facts: dict[str, Any]) -> Row:
+    def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
         """Return {"path", "bytes", "target", "items"}; raises `RowError` for what is no image."""
         path, data = _reference(row["image"])
         _open(path, data).close()
-        return {"path": path, "bytes": data, "target": label_index(row["label"], facts["labels"]), "items": 1}
+        return [{"path": path, "bytes": data, "target": label_index(row["label"], facts["labels"]), "items": 1}]
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the model with a head of C labels."""

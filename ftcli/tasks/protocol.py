@@ -30,6 +30,8 @@ class Task(Protocol):
     auto_class: str  # transformers' class that loads the model
     peft_type: str | None  # peft's name of the task, for what it writes beside an adapter
     columns: tuple[str, ...]  # columns that every row must have; empty: the task recognises several formats
+    # Optional: formats: tuple[str, ...], the kinds of formats.py that a task without columns recognises.
+    # Optional: encode_rows(rows, facts) -> list[list[Row] | RowError], what `encode` gives for each of many rows, faster.
 
     def __init__(self, recipe: Recipe, options: Any) -> None: ...
 
@@ -37,10 +39,17 @@ class Task(Protocol):
         """Return a text that changes whenever `encode` could give another result for the same row."""
 
     def survey(self, rows: Dataset) -> dict[str, Any]:
-        """Return facts of the whole training set that rows and model depend on (label names); JSON values."""
+        """Return facts of the whole training set that rows and model depend on (label names); JSON values.
 
-    def encode(self, row: Row, facts: dict[str, Any]) -> Row:
-        """Return one prepared row. Raises `RowError` for a row of the wrong shape."""
+        `rows` has the task's columns, of all sources; a task without columns is asked for each source by itself.
+        """
+
+    def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
+        """Return the prepared rows that one row becomes: one, several where it is split, or none where it is too long.
+
+        `items` is what a prepared row adds to `count`: rows without any are left out, and counted. `cut: True` marks
+        a row that was shortened; it is counted and not stored. Raises `RowError` for a row of the wrong shape.
+        """
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return (transformers model, names of its new modules); `kwargs` go to `models.load_model`."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..errors import InputError
+from ..formats import convert
 from .protocol import Batch, Row, RowError
-from .tokens import attention_mask, encode_completion, encode_conversation, pad
+from .tokens import attention_mask, encode_completion, encode_conversation, fit, pad
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..recipe import Recipe
-
-ROLES = ("system", "user", "assistant", "tool")
 
 
 class Options(BaseModel):
@@ -41,6 +39,7 @@ class Task:
 
     item: Literal["token", "sample"] = "token"
     columns: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ("messages", "completion")
     auto_class = "AutoModelForCausalLM"
     peft_type: str | None = "CAUSAL_LM"
 
@@ -56,43 +55,26 @@ class Task:
         return hashlib.sha256(f"{text}{self.tokenizer.special_tokens_map}".encode()).hexdigest()
 
     def survey(self, rows: Dataset) -> dict[str, Any]:
-        """Return nothing, rows do not depend on each other; raises `InputError` when no column can be an answer."""
-        there = [name for name in rows.column_names if name != "id"]
-        if "messages" not in there and not {"prompt", "completion"} <= set(there):
-            raise InputError(
-                f"data.train: no column 'messages', nor 'prompt' and 'completion', in {self.recipe.data.train.path}",
-                hint=f"columns there: {', '.join(there)}; name yours in data.columns",
-            )
+        """Return nothing: rows do not depend on each other."""
         return {}
 
-    def encode(self, row: Row, facts: dict[str, Any]) -> Row:
-        """Return {"input_ids", "trained", "items"} of one conversation, cut to data.max_length."""
-        ids, trained = self._render(row)
-        ids, trained = ids[: self.recipe.data.max_length], trained[: self.recipe.data.max_length]
-        return {"input_ids": ids, "trained": trained, "items": sum(trained[1:])}
+    def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
+        """Return {"input_ids", "trained", "items"} of one conversation, made to fit data.max_length."""
+        ids, trained = self._render(convert(row, self.formats))
+        return fit(ids, trained, self.recipe.data.max_length, self.recipe.data.truncation or "truncate")
 
-    def _render(self, row: Row) -> tuple[list[int], list[bool]]:
-        if row.get("messages") is not None:
-            return self._render_turns(_checked_messages(row["messages"]))
-        prompt, completion = row.get("prompt"), row.get("completion")
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return self._render_turns(_checked_messages(prompt + completion))
-        if prompt is None or completion is None:
-            there = ", ".join(sorted(name for name, value in row.items() if value is not None and name != "id"))
-            raise RowError(f"needs `messages`, or `prompt` and `completion`; it has {there or 'nothing'}")
-        if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise RowError("`prompt` and `completion` must both be text, or both lists of messages")
-        if not completion.strip():
-            raise RowError("has an empty completion")
-        if self.options.chat == "auto" and self.tokenizer.chat_template is not None:
+    def _render(self, example: Row) -> tuple[list[int], list[bool]]:
+        """Return (ids, trained) of an example as `formats.convert` gives it."""
+        has_template = self.tokenizer.chat_template is not None
+        if "messages" in example:
+            if not has_template:
+                raise RowError("has messages, but the tokenizer has no chat template")
+            return encode_conversation(self.tokenizer, example["messages"])
+        prompt, completion = example["prompt"], example["completion"]
+        if self.options.chat == "auto" and has_template:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
             return encode_conversation(self.tokenizer, turns)
         return encode_completion(self.tokenizer, prompt, completion)
-
-    def _render_turns(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        if self.tokenizer.chat_template is None:
-            raise RowError("has messages, but the tokenizer has no chat template")
-        return encode_conversation(self.tokenizer, messages)
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the causal language model; it has no new head."""
@@ -165,17 +147,3 @@ class Task:
     def probe(self, batch: Batch) -> Batch:
         """Return what the plain model takes to give logits."""
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
-
-
-def _checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages as the chat template takes them; raises `RowError` for anything else."""
-    if not isinstance(messages, list) or not messages:
-        raise RowError("messages must be a list of {role, content}")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise RowError(f"message {number} has no text `content`")
-        if message.get("role") not in ROLES:
-            raise RowError(f"message {number} has role {message.get('role')!r}; known: {', '.join(ROLES)}")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowError("no message is the assistant's, so nothing would be trained")
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..errors import InputError
 from .labels import classification_metrics, classification_rows, label_index, survey_labels
 from .protocol import Batch, Row, RowError
 from .tokens import attention_mask, pad
@@ -40,6 +41,9 @@ class Task:
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ..models import load_tokenizer
 
+        if recipe.data.truncation == "split":
+            told = "data.truncation: split makes no sense for text_classification: a piece of a text has no label"
+            raise InputError(told, hint="truncate or drop")
         self.recipe, self.options = recipe, options
         self.tokenizer = load_tokenizer(recipe.model)
 
@@ -51,12 +55,18 @@ class Task:
         """Return {"labels": names}."""
         return {"labels": survey_labels(rows, self.options.labels)}
 
-    def encode(self, row: Row, facts: dict[str, Any]) -> Row:
-        """Return {"input_ids", "target", "items"}, cut to data.max_length."""
+    def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
+        """Return {"input_ids", "target", "items"}, cut to data.max_length with its last special token kept."""
         if not isinstance(row["text"], str) or not row["text"].strip():
             raise RowError("has no text")
-        ids = self.tokenizer(row["text"], truncation=True, max_length=self.recipe.data.max_length)["input_ids"]
-        return {"input_ids": ids, "target": label_index(row["label"], facts["labels"]), "items": 1}
+        target, length = label_index(row["label"], facts["labels"]), self.recipe.data.max_length
+        ids = self.tokenizer(row["text"], verbose=False)["input_ids"]
+        if len(ids) <= length:
+            return [{"input_ids": ids, "target": target, "items": 1}]
+        if self.recipe.data.truncation == "drop":
+            return []
+        ids = self.tokenizer(row["text"], truncation=True, max_length=length)["input_ids"]
+        return [{"input_ids": ids, "target": target, "items": 1, "cut": True}]
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the model with a head of C labels."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .protocol import RowError
+from .protocol import Row, RowError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +60,25 @@ def encode_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
         before = before[:-1]
     answer = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return before + answer, [False] * len(before) + [True] * len(answer)
+
+
+def fit(ids: list[int], trained: list[bool], length: int, policy: str) -> list[Row]:
+    """Return prepared rows of at most `length` tokens: {"input_ids", "trained", "items"}, "cut" where some are gone.
+
+    `policy` is that of data.truncation. Pieces of a row that is split overlap by one token, which is context for the
+    next and not trained there: a row's first token is predicted by nothing, so without it one would be lost a piece.
+    """
+    if len(ids) <= length:
+        return [{"input_ids": ids, "trained": trained, "items": sum(trained[1:])}]
+    if policy == "drop":
+        return []
+    if policy == "truncate":
+        return [{**fit(ids[:length], trained[:length], length, policy)[0], "cut": True}]
+    pieces = []
+    for start in range(0, len(ids) - 1, length - 1):
+        marks = [False, *trained[start + 1 : start + length]] if start else trained[:length]
+        pieces.append({"input_ids": ids[start : start + length], "trained": marks, "items": sum(marks[1:])})
+    return pieces
 
 
 def pad(rows: list[list[int]], value: int) -> Tensor:

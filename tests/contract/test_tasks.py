@@ -16,7 +16,7 @@ from ftcli.sampling import PADDING
 
 from ..multiprocess.cells import cell, write_inputs
 
-NAMES = {"sft": "sft-tied", "text_classification": "text", "image_classification": "vit"}
+NAMES = {"sft": "sft-tied", "pretrain": "pretrain", "text_classification": "text", "image_classification": "vit"}
 
 
 @pytest.fixture(scope="module")

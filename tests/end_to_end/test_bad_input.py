@@ -114,7 +114,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a prompt that is missing": ({"data": {"train": "numbers.jsonl"}}, ("row 2 of numbers.jsonl", "it has completion")),
     "answers beyond the cut": (
         {"data": {"train": "long.jsonl", "max_length": 32}},
-        ("no row of long.jsonl has anything", "data.max_length is 32"),
+        ("8 of 8 rows of long.jsonl hold nothing to train on, 8 of them because data.max_length is 32", "split"),
     ),
     "an unseen label": (
         TEXT | {"data": {"train": "texts.jsonl", "eval": "unseen.jsonl"}},
@@ -395,7 +395,8 @@ def test_a_bad_row_that_launched_ranks_find_is_the_last_thing_said(inputs: Path,
     arguments = ("--profile", "ddp", "--cpu", "--num-processes", "2", "--output", output)
     result = run_process(inputs, "train", recipe, *arguments)
     assert result.returncode == 2, result.stderr
-    told = "rank 0: row 3 of messages.jsonl: message 2 has no text `content`\n    mend that row, or take it out\n"
+    told = "rank 0: row 3 of messages.jsonl: message 2 has no text `content`\n    mend that row, take it "
+    told += "out, or let a few be left out with data.max_bad_rows\n"
     assert result.stderr.endswith(told)
     assert result.stdout == ""
     assert json.loads((output / "status.json").read_text())["exit_code"] == 2

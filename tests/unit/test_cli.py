@@ -19,6 +19,7 @@ COMMANDS = [
     "check",
     "parity",
     "fetch",
+    "tokenize",
     "evaluate",
     "export",
     "generate",
@@ -97,6 +98,7 @@ def test_show_lists_tasks_and_refuses_unknown_words() -> None:
     result = run_ftcli("show", "tasks")
     assert [line.split()[0] for line in result.stdout.splitlines()] == [
         "image_classification",
+        "pretrain",
         "sft",
         "text_classification",
     ]

@@ -179,6 +179,26 @@ def test_every_mistake_is_told_at_once_and_in_the_order_of_the_file(recipe: Path
         ),
         (
             "rows.jsonl",
+            "[]",
+            "5: data.train is a list, and must be text, not empty, or a section with the keys path, name, split",
+        ),
+        (
+            "rows.jsonl",
+            "[rows.jsonl, {path: more.jsonl, wait: 2}]",
+            "5: unknown key 'wait' in data.train.1\n    did you mean 'weight'?",
+        ),
+        (
+            "rows.jsonl",
+            "[rows.jsonl, {path: more.jsonl, weight: 0}]",
+            "5: data.train.1.weight is 0, and must be a number, above 0 and at most 1000",
+        ),
+        (
+            "rows.jsonl",
+            "rows.jsonl\n  eval: {path: more.jsonl, weight: 2}",
+            "4: data: eval: a weight is for training rows only; use max_rows to measure fewer",
+        ),
+        (
+            "rows.jsonl",
             "rows.jsonl\n  columns: {text: 5}",
             "6: data.columns.text is 5, and must be text\n    put it in quotes to make it text",
         ),
@@ -418,7 +438,7 @@ def test_the_schema_refuses_what_the_program_refuses(change: str) -> None:
 
 
 def test_the_folder_is_the_registry_of_tasks() -> None:
-    assert list_tasks() == ["image_classification", "sft", "text_classification"]
+    assert list_tasks() == ["image_classification", "pretrain", "sft", "text_classification"]
     assert find_task("sft").__name__ == "ftcli.tasks.sft"
 
 

@@ -1,0 +1,254 @@
+"""The shapes that rows of text come in, recognised by their column names, and each turned into one of three.
+
+    messages          messages as chat templates take them, with tools
+    completion        a prompt and its completion, both text
+    text              text
+
+Pure functions on plain values: no file, no tokenizer, no task is known here, and nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import InputError
+from .tasks.protocol import RowError
+
+Row = Mapping[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SPEAKERS = {  # the names that ShareGPT's data sets have for the roles
+    "human": "user",
+    "gpt": "assistant",
+    "function": "tool",
+    "function_call": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+} | {role: role for role in ROLES}
+PREFERENCES = {"chosen", "rejected"}
+
+
+@dataclass(frozen=True)
+class Format:
+    """One shape of rows: the columns it must and may have, and what a row of it becomes."""
+
+    name: str
+    kind: str  # messages, completion or text
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    convert: Callable[[Row], dict[str, Any]]
+
+
+def recognise(columns: Collection[str], kinds: Sequence[str], where: str) -> Format:
+    """Return the format of rows with these columns, of those whose kind is among `kinds`.
+
+    Raises `InputError` naming the source `where` for columns that are no format's, of another kind of task, or pairs
+    of answers.
+    """
+    found = [known for known in FORMATS if set(known.required) <= set(columns)]
+    if accepted := [known for known in found if known.kind in kinds]:
+        return accepted[0]
+    there = ", ".join(columns)
+    if set(columns) >= PREFERENCES:
+        raise InputError(
+            f"{where} holds pairs of answers (chosen, rejected), not one answer to train on",
+            hint="to train on the better ones: data.columns: {completion: chosen}, with a column 'prompt'",
+        )
+    if found:
+        other = {"text": "pretrain"}.get(found[0].kind, "sft")
+        raise InputError(
+            f"{where} holds {found[0].name}, which this task does not train on",
+            hint=f"task: {other} does; or name other columns in data.columns",
+        )
+    wanted = ", nor ".join(" and ".join(map(repr, known.required)) for known in FORMATS if known.kind in kinds)
+    raise InputError(
+        f"{where} has rows of no known format: no column {wanted}",
+        hint=f"columns there: {there}; name yours in data.columns",
+    )
+
+
+def convert(row: Row, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return a row as {"messages", "tools"}, {"prompt", "completion"} or {"text"}, whichever its columns hold.
+
+    Raises `RowError` for a row whose values are not what its columns promise.
+    """
+    for known in FORMATS:
+        if known.kind in kinds and all(row.get(name) is not None for name in known.required):
+            return known.convert(row)
+    there = ", ".join(sorted(name for name, value in row.items() if value is not None and name != "id"))
+    wanted = ", or ".join(" and ".join(f"`{n}`" for n in known.required) for known in FORMATS if known.kind in kinds)
+    raise RowError(f"needs {wanted}; it has {there or 'nothing'}")
+
+
+def described(found: Format, columns: Collection[str]) -> str:
+    """Return one line about a source: its format, and the columns that are not used."""
+    unused = sorted(set(columns) - {*found.required, *found.optional, "id"})
+    return found.name + (f" (not used: {', '.join(unused)})" if unused else "")
+
+
+def _from_messages(row: Row) -> dict[str, Any]:
+    return _conversation(row["messages"], row)
+
+
+def _from_sharegpt(row: Row) -> dict[str, Any]:
+    return _conversation(row["conversations"], row)
+
+
+def _conversation(turns: Any, row: Row) -> dict[str, Any]:
+    """Return {"messages", "tools"}; a column `system` goes in front of conversations that have no such turn."""
+    messages = checked_messages(turns)
+    system = row.get("system")
+    if system is not None and not isinstance(system, str):
+        raise RowError("`system` must be text")
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return {"messages": messages, "tools": _tools(row.get("tools"))}
+
+
+def _from_completion(row: Row) -> dict[str, Any]:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _conversation(prompt + completion, row)
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise RowError("`prompt` and `completion` must both be text, or both lists of messages")
+    if not completion.strip():
+        raise RowError("has an empty completion")
+    return {"prompt": prompt, "completion": completion}
+
+
+def _from_alpaca(row: Row) -> dict[str, Any]:
+    """Return the instruction, with its input below it, as a prompt; with `system` or `history` as messages."""
+    instruction, given, output = row["instruction"], row.get("input") or "", row["output"]
+    if not all(isinstance(value, str) for value in (instruction, given, output)):
+        raise RowError("`instruction`, `input` and `output` must be text")
+    if not output.strip():
+        raise RowError("has an empty output")
+    prompt = f"{instruction}\n\n{given}" if given.strip() else instruction
+    history = row.get("history") or []
+    if not row.get("system") and not history:
+        return {"prompt": prompt, "completion": output}
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError("`history` must be a list of [instruction, output]")
+    pairs = [*history, [prompt, output]]
+    turns = [{"role": r, "content": t} for pair in pairs for r, t in zip(("user", "assistant"), pair, strict=True)]
+    return _conversation(turns, row)
+
+
+def _from_text(row: Row) -> dict[str, Any]:
+    if not isinstance(row["text"], str) or not row["text"].strip():
+        raise RowError("has no text")
+    return {"text": row["text"]}
+
+
+FORMATS = (  # the first that fits is taken
+    Format("messages", "messages", ("messages",), ("tools", "system"), _from_messages),
+    Format("ShareGPT conversations", "messages", ("conversations",), ("tools", "system"), _from_sharegpt),
+    Format("prompt and completion", "completion", ("prompt", "completion"), ("tools", "system"), _from_completion),
+    Format(
+        "Alpaca instructions", "completion", ("instruction", "output"), ("input", "system", "history"), _from_alpaca
+    ),
+    Format("raw text", "text", ("text",), (), _from_text),
+)
+
+
+def checked_messages(turns: Any) -> list[dict[str, Any]]:
+    """Return messages {role, content, ...} of a list in OpenAI's words or ShareGPT's (from, value).
+
+    Content in parts becomes one text, arguments of tool calls become a mapping, and what is null is left out: tables
+    give every message the keys of all. Raises `RowError` for anything else, and when nobody answers.
+    """
+    if isinstance(turns, str):
+        turns = _json(turns, "messages")
+    if not isinstance(turns, list) or not turns:
+        raise RowError("messages must be a list of {role, content}")
+    messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise RowError("no message is the assistant's, so nothing would be trained")
+    return messages
+
+
+def _message(number: int, turn: Any) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise RowError(f"message {number} has no text `content`")
+    turn = {key: value for key, value in turn.items() if value is not None}
+    if "from" in turn and "role" not in turn:
+        speaker = turn.pop("from")
+        turn = {"role": SPEAKERS.get(speaker, speaker), "content": turn.pop("value", None), **turn}
+        if speaker == "function_call":  # its value is the call, or a list of calls, as JSON
+            called = _json(turn["content"] or "", f"message {number}")
+            turn |= {"content": "", "tool_calls": called if isinstance(called, list) else [called]}
+    role = turn.get("role")
+    if role == "function":  # OpenAI's older word
+        role = turn["role"] = "tool"
+    if role not in ROLES:
+        raise RowError(f"message {number} has role {role!r}; known: {', '.join(ROLES)}")
+    if calls := turn.get("tool_calls"):
+        turn["tool_calls"] = [_tool_call(number, call) for call in calls]
+    else:
+        turn.pop("tool_calls", None)
+    turn["content"] = _content(number, turn.get("content", "" if calls else None))
+    if "weight" in turn:  # OpenAI's word: 0 leaves an answer untrained
+        turn.setdefault("train", bool(turn.pop("weight")))
+    return turn
+
+
+def _content(number: int, content: Any) -> str:
+    """Return content as one text; raises `RowError` for parts that are no text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise RowError(f"message {number} has no text `content`")
+    parts = [part if isinstance(part, dict) else {} for part in content]
+    if other := [part for part in parts if part.get("type") != "text" or not isinstance(part.get("text"), str)]:
+        raise RowError(f"message {number} has a part of type {other[0].get('type')!r}; only text is trained on")
+    return "".join(part["text"] for part in parts)
+
+
+def _tool_call(number: int, call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments as a mapping, which is what chat templates print."""
+    call = without_nulls(call)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    kept = {key: call[key] for key in ("id", "type") if function is not call and key in call} if function else {}
+    return {"type": "function", **kept, "function": _called(number, function)}
+
+
+def _called(number: int, function: Any) -> dict[str, Any]:
+    """Return {"name", "arguments"} of a called function, also of one that is written as JSON."""
+    if isinstance(function, str):
+        function = _json(function, f"message {number}")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(f"message {number} calls a tool without a name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments or "{}", f"the arguments of message {number}")
+    if not isinstance(arguments, dict):
+        raise RowError(f"the arguments of message {number} are no mapping")
+    return {"name": function["name"], "arguments": arguments}
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    """Return the tools of a conversation as a list of JSON schemas; None when it has none."""
+    if isinstance(tools, str):
+        tools = _json(tools, "`tools`") if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise RowError("`tools` must be a list")
+    return [without_nulls(_json(tool, "`tools`")) if isinstance(tool, str) else without_nulls(tool) for tool in tools]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return nested mappings and lists without keys that are null: a table gives each row the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RowError(f"{what}: not JSON ({error.msg})") from None

@@ -1,0 +1,123 @@
+"""Which rows of which sources an epoch holds, and what the log says became of them.
+
+Limits, held-out rows and weights are functions of the recipe and its seed alone, so that the rows are the same on any
+hardware. Nothing is encoded here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import InputError
+from .formats import described, recognise
+from .rows import labels_of, read_rows
+from .sampling import chosen, held_out
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from numpy.typing import NDArray
+
+    from .encoding import Counts
+    from .recipe import Data, Recipe, Source
+    from .tasks.protocol import Task
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one source that one split holds. `last` are those of the last pass, where that is not all of them."""
+
+    split: str
+    label: str
+    path: str
+    format: str  # what its rows were taken for; empty where the task has fixed columns
+    rows: Dataset
+    indices: NDArray[np.int64]
+    passes: int = 1
+    last: NDArray[np.int64] | None = None
+
+
+def read_parts(recipe: Recipe, task: Task) -> list[Part]:
+    """Return the training rows and then the evaluation rows, source by source."""
+    data = recipe.data
+    train = _read(data, "train", data.train_sources, task, recipe.seed)
+    if data.eval_sources:
+        held = _read(data, "eval", data.eval_sources, task, recipe.seed)
+    else:
+        train, held = _hold_out(train, data.eval_rows, recipe.seed)
+    pairs = enumerate(zip(train, data.train_sources, strict=True))
+    return [_weigh(part, source.weight, recipe.seed, number) for number, (part, source) in pairs] + held
+
+
+def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) -> list[Part]:
+    parts = []
+    for number, (source, label) in enumerate(zip(sources, labels_of(sources), strict=True)):
+        given = data.columns_of(source)
+        columns = {name: given.get(name, name) for name in task.columns} | given
+        rows = read_rows(source, columns)
+        taken_for = ""
+        if kinds := getattr(task, "formats", ()):
+            found = recognise(rows.column_names, kinds, f"data.{split}: {source.path}")
+            taken_for = described(found, rows.column_names)
+        most = len(rows) if source.max_rows is None else min(source.max_rows, len(rows))
+        indices = np.arange(len(rows)) if most == len(rows) else chosen(len(rows), most, seed, number)
+        parts.append(Part(split, label, source.path, taken_for, rows, indices))
+    return parts
+
+
+def _hold_out(parts: list[Part], count: int, seed: int) -> tuple[list[Part], list[Part]]:
+    """Return (training parts, evaluation parts), with `count` of all rows held out."""
+    if count == 0:
+        return parts, []
+    total = sum(len(part.indices) for part in parts)
+    if count >= total:
+        paths = ", ".join(part.path for part in parts)
+        raise InputError(f"data.eval_rows {count} leaves no rows of {paths} to train on")
+    is_held = np.zeros(total, dtype=bool)
+    is_held[held_out(total, count, seed)[1]] = True
+    train, held = [], []
+    for part, mask in zip(parts, np.split(is_held, np.cumsum([len(p.indices) for p in parts])[:-1]), strict=True):
+        for split, mine, into in (("train", ~mask, train), ("eval", mask, held)):
+            if mine.any():
+                into.append(replace(part, split=split, indices=part.indices[mine]))
+            elif split == "train":
+                raise InputError(f"data.eval_rows {count} leaves no rows of {part.path} to train on")
+    return train, held
+
+
+def _weigh(part: Part, weight: float, seed: int, number: int) -> Part:
+    """Return a part whose passes hold round(weight x rows) rows together: whole passes, then a part chosen by the seed."""
+    rows = len(part.indices)
+    whole, rest = divmod(round(weight * rows), rows)
+    if not whole and not rest:
+        raise InputError(f"weight {weight} leaves none of the {rows} rows of {part.path}", hint="raise it")
+    some = part.indices[chosen(rows, rest, seed, number)]
+    if not whole:
+        return replace(part, indices=some)
+    return replace(part, passes=whole + bool(rest), last=some if rest else None)
+
+
+def told_of_part(part: Part, counts: Counts, data: Data) -> list[str]:
+    """Return what became of a source's rows, one fact a line."""
+    of = f"data.{part.split} {part.label}: "
+    rows = f"of {counts.rows:,} rows"
+    tokens = f", {counts.tokens:,} tokens, {counts.items:,} trained" if counts.tokens else ""
+    lines = [f"{of}{part.format + ', ' if part.format else ''}{counts.rows:,} rows{tokens}"]
+    if part.passes > 1 or part.last is not None:
+        again = "all rows" if part.last is None else f"{len(part.last):,} of them"
+        lines.append(f"{of}{part.passes} times in an epoch, the last time {again}")
+    longer = f"longer than {data.max_length} tokens and were"
+    if counts.cut:
+        lines.append(f"{of}{counts.cut:,} {rows} were {longer} cut")
+    if counts.dropped:
+        lines.append(f"{of}{counts.dropped:,} {rows} were {longer} left out")
+    if counts.split:
+        lines.append(f"{of}{counts.split:,} {rows} were {longer} split into {counts.pieces:,} rows")
+    if counts.untrained:
+        lines.append(f"{of}{counts.untrained:,} {rows} hold nothing to train on and were left out")
+    if counts.bad:
+        numbers = ", ".join(str(number + 1) for number, _ in counts.bad[:20]) + (", ..." if counts.bad[20:] else "")
+        lines.append(f"{of}{len(counts.bad):,} {rows} cannot be used and were left out: {numbers}; {counts.bad[0][1]}")
+    return lines

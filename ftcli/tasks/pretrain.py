@@ -1,0 +1,64 @@
+"""Go on pretraining a causal language model on raw text: every token is trained, documents end with the end token.
+
+Loss: negative log-likelihood summed over all tokens but a row's first. Model, batches, loss and metrics are sft's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from ..errors import InputError
+from ..formats import convert
+from . import sft
+from .protocol import Row, RowError
+from .tokens import fit
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
+
+
+class Options(BaseModel):
+    """pretrain has no task_options."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Task(sft.Task):
+    """Texts are trained whole; what is longer than data.max_length becomes several rows."""
+
+    formats: tuple[str, ...] = ("text",)
+
+    def __init__(self, recipe: Recipe, options: Options) -> None:
+        super().__init__(recipe, sft.Options())
+        if self.tokenizer.eos_token_id is None:
+            raise InputError(f"the tokenizer of {recipe.model.name} has no end token to end documents with")
+
+    def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
+        """Return {"input_ids", "trained", "items"} of one text, or of its pieces."""
+        found = self.encode_rows([row], facts)[0]
+        if isinstance(found, RowError):
+            raise found
+        return found
+
+    def encode_rows(self, rows: list[Row], facts: dict[str, Any]) -> list[list[Row] | RowError]:
+        """Return what `encode` gives for each row, tokenised in one call."""
+        found: list[list[Row] | RowError] = []
+        texts = []
+        for row in rows:
+            try:
+                texts.append(convert(row, self.formats)["text"])
+                found.append([])
+            except RowError as error:
+                found.append(error)
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        encoded = iter(backend.encode_batch_fast(texts, add_special_tokens=True))
+        return [rows if isinstance(rows, RowError) else self._pieces(next(encoded).ids) for rows in found]
+
+    def _pieces(self, ids: list[int]) -> list[Row]:
+        end = self.tokenizer.eos_token_id
+        ids = ids if ids[-1] == end else [*ids, end]
+        return fit(ids, [True] * len(ids), self.recipe.data.max_length, self.recipe.data.truncation or "split")

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..chat import TrainOn, encode_conversation, load_template
 from ..errors import InputError
 from .protocol import Batch, Row, RowError
-from .tokens import attention_mask, encode_completion, encode_conversation, pad
+from .tokens import attention_mask, encode_completion, pad
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..recipe import Recipe
-
-ROLES = ("system", "user", "assistant", "tool")
 
 
 class Options(BaseModel):
@@ -33,6 +32,16 @@ class Options(BaseModel):
         "auto",
         description="auto: a prompt and its completion become a user's and an assistant's turn when the tokenizer "
         "has a chat template; never: they are joined as plain text.",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the Jinja chat template to use, and to save with the model, instead of the tokenizer's.",
+    )
+    train_on: TrainOn = Field(
+        "assistant",
+        description="assistant: every turn of the assistant, or the completion; last: only the last message, if it is "
+        "the assistant's; all: every token. `train: true | false` in a message goes before it.",
     )
 
 
@@ -49,6 +58,8 @@ class Task:
 
         self.recipe, self.options = recipe, options
         self.tokenizer = load_tokenizer(recipe.model)
+        if options.chat_template is not None:
+            load_template(self.tokenizer, options.chat_template)
 
     def fingerprint(self) -> str:
         """Return a digest of the tokenizer, its special tokens and its chat template."""
@@ -72,11 +83,12 @@ class Task:
         return {"input_ids": ids, "trained": trained, "items": sum(trained[1:])}
 
     def _render(self, row: Row) -> tuple[list[int], list[bool]]:
+        tools = _offered_tools(row.get("tools"))
         if row.get("messages") is not None:
-            return self._render_turns(_checked_messages(row["messages"]))
+            return self._render_turns(row["messages"], tools)
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, list) and isinstance(completion, list):
-            return self._render_turns(_checked_messages(prompt + completion))
+            return self._render_turns(prompt + completion, tools)
         if prompt is None or completion is None:
             there = ", ".join(sorted(name for name, value in row.items() if value is not None and name != "id"))
             raise RowError(f"needs `messages`, or `prompt` and `completion`; it has {there or 'nothing'}")
@@ -86,13 +98,17 @@ class Task:
             raise RowError("has an empty completion")
         if self.options.chat == "auto" and self.tokenizer.chat_template is not None:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return encode_conversation(self.tokenizer, turns)
-        return encode_completion(self.tokenizer, prompt, completion)
+            return self._render_turns(turns, tools)
+        ids, trained = encode_completion(self.tokenizer, prompt, completion)
+        return ids, [True] * len(ids) if self.options.train_on == "all" else trained
 
-    def _render_turns(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+    def _render_turns(self, messages: Any, tools: list[Any] | None) -> tuple[list[int], list[bool]]:
         if self.tokenizer.chat_template is None:
             raise RowError("has messages, but the tokenizer has no chat template")
-        return encode_conversation(self.tokenizer, messages)
+        ids, trained = encode_conversation(self.tokenizer, messages, tools=tools, train_on=self.options.train_on)
+        if self.options.train_on != "all" and not any(turn["role"] == "assistant" for turn in messages):
+            raise RowError("no message is the assistant's, so nothing would be trained")
+        return ids, trained
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the causal language model; it has no new head."""
@@ -167,15 +183,15 @@ class Task:
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
-def _checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages as the chat template takes them; raises `RowError` for anything else."""
-    if not isinstance(messages, list) or not messages:
-        raise RowError("messages must be a list of {role, content}")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise RowError(f"message {number} has no text `content`")
-        if message.get("role") not in ROLES:
-            raise RowError(f"message {number} has role {message.get('role')!r}; known: {', '.join(ROLES)}")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowError("no message is the assistant's, so nothing would be trained")
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]
+def _offered_tools(tools: Any) -> list[Any] | None:
+    """Return the tools of a row, a list of JSON schemas or that list as JSON text."""
+    import json
+
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise RowError(f"`tools` is not JSON: {error.msg}") from None
+    if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
+        raise RowError("`tools` must be a list of JSON schemas")
+    return tools

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..chat import TrainOn, encode_conversation, load_template
 from ..formats import convert
 from .protocol import Batch, Row, RowError
-from .tokens import attention_mask, encode_completion, encode_conversation, fit, pad
+from .tokens import attention_mask, encode_completion, fit, pad
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +33,16 @@ class Options(BaseModel):
         description="auto: a prompt and its completion become a user's and an assistant's turn when the tokenizer "
         "has a chat template; never: they are joined as plain text.",
     )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the Jinja chat template to use, and to save with the model, instead of the tokenizer's.",
+    )
+    train_on: TrainOn = Field(
+        "assistant",
+        description="assistant: every turn of the assistant, or the completion; last: only the last message, if it is "
+        "the assistant's; all: every token. `train: true | false` in a message goes before it.",
+    )
 
 
 class Task:
@@ -48,6 +59,8 @@ class Task:
 
         self.recipe, self.options = recipe, options
         self.tokenizer = load_tokenizer(recipe.model)
+        if options.chat_template is not None:
+            load_template(self.tokenizer, options.chat_template)
 
     def fingerprint(self) -> str:
         """Return a digest of the tokenizer, its special tokens and its chat template."""
@@ -65,16 +78,23 @@ class Task:
 
     def _render(self, example: Row) -> tuple[list[int], list[bool]]:
         """Return (ids, trained) of an example as `formats.convert` gives it."""
-        has_template = self.tokenizer.chat_template is not None
+        tools = example.get("tools")
         if "messages" in example:
-            if not has_template:
-                raise RowError("has messages, but the tokenizer has no chat template")
-            return encode_conversation(self.tokenizer, example["messages"])
+            return self._render_turns(example["messages"], tools)
         prompt, completion = example["prompt"], example["completion"]
-        if self.options.chat == "auto" and has_template:
+        if self.options.chat == "auto" and self.tokenizer.chat_template is not None:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return encode_conversation(self.tokenizer, turns)
-        return encode_completion(self.tokenizer, prompt, completion)
+            return self._render_turns(turns, tools)
+        ids, trained = encode_completion(self.tokenizer, prompt, completion)
+        return ids, [True] * len(ids) if self.options.train_on == "all" else trained
+
+    def _render_turns(self, messages: Any, tools: list[Any] | None) -> tuple[list[int], list[bool]]:
+        if self.tokenizer.chat_template is None:
+            raise RowError("has messages, but the tokenizer has no chat template")
+        ids, trained = encode_conversation(self.tokenizer, messages, tools=tools, train_on=self.options.train_on)
+        if self.options.train_on != "all" and not any(turn["role"] == "assistant" for turn in messages):
+            raise RowError("no message is the assistant's, so nothing would be trained")
+        return ids, trained
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the causal language model; it has no new head."""

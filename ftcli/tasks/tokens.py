@@ -1,4 +1,4 @@
-"""Pure functions on token ids that tasks share: chat turns to ids and masks, rows to padded tensors.
+"""Pure functions on token ids that tasks share: plain text to ids and masks, rows to padded tensors.
 
 Masks go by position, never by the value of a token, because the padding token may be the end token.
 """
@@ -7,58 +7,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .protocol import Row, RowError
+from .protocol import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt_only: bool = False) -> list[int]:
-    """Return the token ids of a conversation as the tokenizer's own chat template renders it.
-
-    Raises `RowError` for what the template refuses, for instance a system turn that it does not know.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=prompt_only, return_dict=False
-        )
-    except TemplateError as error:
-        raise RowError(f"the model's chat template refuses it: {error}") from None
-    return list(ids)
-
-
-def encode_conversation(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-    """Return (ids, trained): every token of an assistant's turn up to its end token is trained.
-
-    A turn's span is what the template adds to the conversation before it; raises `RowError` when the template does
-    not render longer conversations as continuations of shorter ones.
-    """
-    ids = render(tokenizer, messages)
-    trained = [False] * len(ids)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(tokenizer, messages[:index], prompt_only=True)
-        after = render(tokenizer, messages[: index + 1])
-        if after[: len(before)] != before or ids[: len(after)] != after:
-            raise RowError(
-                f"the chat template rewrites earlier turns at message {index + 1}; its answers cannot be found"
-            )
-        end = len(after)
-        if tokenizer.eos_token_id in after[len(before) :]:  # what follows the end token (a newline) is not the answer
-            end -= after[::-1].index(tokenizer.eos_token_id)
-        trained[len(before) : end] = [True] * (end - len(before))
-    return ids, trained
-
-
 def encode_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-    """Return (ids, trained) of plain text: the completion and the end token after it are trained."""
-    before = tokenizer(prompt, add_special_tokens=True)["input_ids"]
-    if before and before[-1] == tokenizer.eos_token_id:
-        before = before[:-1]
-    answer = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    """Return (ids, trained) of plain text: the completion and one end token after it are trained.
+
+    The two are tokenised together where the prompt's own tokens come out unchanged, as a model is given them; else
+    apart, so that no token is half prompt.
+    """
+    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    before = _without_end(tokenizer(prompt)["input_ids"], eos)
+    whole = _without_end(tokenizer(prompt + completion)["input_ids"], eos)
+    together = whole[: len(before)] == before
+    answer = whole[len(before) :] if together else tokenizer(completion, add_special_tokens=False)["input_ids"]
+    if before[:2] == [bos, bos]:  # the text has one too
+        before = before[1:]
+    answer = [*_without_end(answer, eos), eos]
     return before + answer, [False] * len(before) + [True] * len(answer)
 
 
@@ -79,6 +47,11 @@ def fit(ids: list[int], trained: list[bool], length: int, policy: str) -> list[R
         marks = [False, *trained[start + 1 : start + length]] if start else trained[:length]
         pieces.append({"input_ids": ids[start : start + length], "trained": marks, "items": sum(marks[1:])})
     return pieces
+
+
+def _without_end(ids: list[int], eos: int) -> list[int]:
+    """Return the ids less one end token at their end."""
+    return list(ids[:-1] if ids and ids[-1] == eos else ids)
 
 
 def pad(rows: list[list[int]], value: int) -> Tensor:

@@ -1,0 +1,222 @@
+"""Conversations to token ids and masks, by the tokenizer's own chat template.
+
+The ids are those of `apply_chat_template(tokenize=True)`; the mask says by position which of them are trained, never
+by the value of a token, because the padding token may be the end token. Where a turn stands in the text is the affair
+of `turns.py`. Knows neither tasks nor rows; what cannot be encoded exactly is a `RowError`, never a guess.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import InputError
+from .tasks.protocol import RowError
+from .turns import REASONING, Messages, Span, Template, find_turns, marked_turns
+
+TrainOn = Literal["assistant", "last", "all"]
+Encoded = tuple[list[int], list[bool]]  # ids and, for each, whether it is trained
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def encode_conversation(
+    tokenizer: Any, messages: Any, *, tools: list[Any] | None = None, train_on: TrainOn = "assistant"
+) -> Encoded:
+    """Return (ids, trained) of one conversation; see `encode_conversations`. Raises its `RowError`."""
+    (found,) = encode_conversations(tokenizer, [messages], tools=[tools], train_on=train_on)
+    if isinstance(found, RowError):
+        raise found
+    return found
+
+
+def encode_conversations(
+    tokenizer: Any,
+    conversations: Sequence[Any],
+    *,
+    tools: Sequence[list[Any] | None] | None = None,
+    train_on: TrainOn = "assistant",
+) -> list[Encoded | RowError]:
+    """Return (ids, trained) of many conversations, or the `RowError` of one that cannot be encoded exactly.
+
+    `tokenizer` is a fast one; all texts are tokenised in one call. A conversation is a list of OpenAI messages;
+    `tools` has a list of JSON schemas, or None, for each. Content in parts of text is joined, keys that are None are
+    taken for absent. `train_on`: all turns of the assistant, the last message if it is the assistant's, or every
+    token. A message's own `train: true | false` goes before that, and the template never sees it.
+
+    A trained turn goes from the end of the prompt that asks for it through its end-of-turn token. A token that its
+    first characters share with the template's text is not trained if those are white space, and a `RowError` if not.
+    Text in a message that spells a special token is that token, as apply_chat_template has it.
+    """
+    template = _template(tokenizer, str(tokenizer.chat_template))
+    found: list[Any] = []
+    for messages, offered in zip(conversations, tools or [None] * len(conversations), strict=True):
+        try:
+            found.append(_render(template, messages, offered, train_on))
+        except RowError as error:
+            found.append(error)
+    texts = [each[0] for each in found if not isinstance(each, RowError)]
+    if texts:
+        batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+        tokens = iter(zip(batch["input_ids"], batch.encodings, strict=True))
+    for index, each in enumerate(found):
+        if not isinstance(each, RowError):
+            ids, encoding = next(tokens)
+            try:
+                found[index] = (ids, _mask(each[0], encoding.offsets, each[1]))
+            except RowError as error:
+                found[index] = error
+    return found
+
+
+def load_template(tokenizer: Any, path: str) -> None:
+    """Give the tokenizer the chat template in a file; raises `InputError` when there is none or it is not Jinja."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    key = "task_options.chat_template"
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(
+            f"{key}: cannot read {Path(path).absolute()}: {reason}", hint="a file with a Jinja template"
+        ) from None
+    tokenizer.chat_template = text
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise InputError(f"{key} is not a Jinja template: {error.message}", where=f"{path}:{error.lineno}") from None
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        return  # it refuses this conversation; the rows' own may do
+
+
+@lru_cache(maxsize=2)
+def _template(tokenizer: Any, source: str) -> Template:
+    """Return what is known of a tokenizer's template, found once; `source` makes a changed template another."""
+    return Template(tokenizer)
+
+
+def _render(
+    template: Template, messages: Any, tools: list[Any] | None, train_on: TrainOn
+) -> tuple[str, tuple[bool, list[Span]]]:
+    """Return (text, (trained outside the spans, spans)) of one conversation; inside them it is the opposite."""
+    turns, wishes = checked_messages(messages)
+    tools = _without_none(tools) or None
+    if tools and not template.takes_tools(tools):
+        raise RowError("has tools, and the chat template has no place for them")
+    chosen = _chosen(turns, wishes, train_on)
+    if chosen and template.has_marks(tools):
+        text, marked = template.render_marked(turns, tools)
+        spans = marked_turns(template, turns, text, marked)
+    else:
+        text = template.render(turns, tools)
+        spans = find_turns(template, turns, tools, text, chosen)
+    _require_shown(turns, text)
+    return text, (train_on == "all", [spans[index] for index in chosen])
+
+
+def checked_messages(messages: Any) -> tuple[Messages, list[bool | None]]:
+    """Return (messages as the template takes them, the `train` of each or None).
+
+    Raises `RowError` naming the message (counted from 1) that is none.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RowError("messages must be a list of {role, content}")
+    turns, wishes = [], []
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise RowError(f"message {number} has no text `content`")
+        turn = {key: value for key, value in message.items() if value is not None}
+        wish = turn.pop("train", None)
+        if wish is not None and not isinstance(wish, bool):
+            raise RowError(f"message {number} has train: {wish!r}; it is true or false")
+        if isinstance(turn.get("content"), list):
+            turn["content"] = _joined(turn["content"], number)
+        calls = turn.get("role") == "assistant" and turn.get("tool_calls")
+        if not isinstance(turn.get("content"), str) and not (calls and "content" not in turn):
+            raise RowError(f"message {number} has no text `content`")
+        if turn.get("role") not in ROLES:
+            raise RowError(f"message {number} has role {turn.get('role')!r}; known: {', '.join(ROLES)}")
+        if "tool_calls" in turn:
+            turn["tool_calls"] = _checked_calls(turn["tool_calls"], number)
+        turns.append(turn)
+        wishes.append(wish)
+    return turns, wishes
+
+
+def _joined(parts: list[Any], number: int) -> str:
+    """Return the text of content in parts ([{"type": "text", "text": ...}])."""
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RowError(f"message {number} has a part of type {kind!r} in its content; only text can be trained")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _checked_calls(calls: Any, number: int) -> list[Any]:
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"message {number} has tool_calls that are no list of {{function: {{name, arguments}}}}")
+    return list(_without_none(calls))
+
+
+def _without_none(value: Any) -> Any:
+    """Return JSON without the keys that are None: a table of rows gives every object the keys of all of them."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _chosen(turns: Messages, wishes: list[bool | None], train_on: TrainOn) -> list[int]:
+    """Return the indices of the turns to find: the trained ones, or under `all` those that are not to be."""
+    chosen = []
+    for index, (turn, wish) in enumerate(zip(turns, wishes, strict=True)):
+        assistant = turn["role"] == "assistant"
+        if not assistant and wish is not None and wish != (train_on == "all"):
+            raise RowError(f"message {index + 1} has train: {str(wish).lower()}, and only the assistant's turns can")
+        default = train_on == "all" or (assistant and (train_on == "assistant" or index == len(turns) - 1))
+        trained = default if wish is None else wish
+        if trained == (train_on == "all") or not assistant:
+            continue
+        if (
+            trained
+            and not any(turn.get(key, "").strip() for key in ("content", *REASONING))
+            and "tool_calls" not in turn
+        ):
+            raise RowError(f"message {index + 1} is the assistant's and empty; `train: false` on it leaves it out")
+        chosen.append(index)
+    return chosen
+
+
+def _require_shown(turns: Messages, text: str) -> None:
+    """Raise `RowError` when the template leaves out what a system or a user's message says."""
+    for number, turn in enumerate(turns, start=1):
+        if turn["role"] in ("system", "developer", "user") and turn["content"].strip() not in text:
+            raise RowError(f"message {number}: the chat template leaves out what the {turn['role']} says")
+
+
+def _mask(text: str, offsets: list[tuple[int, int]], plan: tuple[bool, list[Span]]) -> list[bool]:
+    """Return, for each token, whether it is trained; `offsets` are its characters [start, end) in the text."""
+    outside, spans = plan
+    mask = [outside] * len(offsets)
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    for start, end in spans:
+        first, last = bisect_right(ends, start), bisect_left(starts, end)
+        # White space may be cut from a token's offsets; it is what lies behind the token before.
+        begin = min(starts[first], ends[first - 1] if first else 0)
+        if begin < start:
+            shared = text[start : ends[first]]
+            if shared.strip():
+                raise RowError(
+                    f"the token {text[begin : ends[first]]!r} holds the end of a prompt and the start of an answer, so "
+                    "neither can be trained alone; let the template end in a special token or a line break"
+                )
+            first += 1
+        mask[first:last] = [not outside] * (last - first)
+    return mask

@@ -1,0 +1,215 @@
+"""Chat templates: ids as apply_chat_template gives them, and masks held to tables written by hand. No model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftcli import chat
+from ftcli.tasks.protocol import RowError
+
+from .chat_tables import FOLDER, Case, brackets, build_tokenizer, read_table
+
+TABLES = sorted(path.stem for path in FOLDER.glob("*.txt"))
+CASES = [case for table in TABLES for case in read_table(table)[1]]
+RENDERED = [case for case in CASES if case.rendered is not None]
+REFUSED = [case for case in CASES if case.refused is not None]
+
+
+def titled(case: Case) -> str:
+    return f"{case.table}: {case.name}"
+
+
+def as_the_template_sees_it(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    seen = []
+    for message in messages:
+        message = {key: value for key, value in message.items() if key != "train"}
+        if isinstance(message.get("content"), list):
+            message["content"] = "".join(part["text"] for part in message["content"])
+        seen.append(message)
+    return seen
+
+
+def reference_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
+    return list(tokenizer.apply_chat_template(as_the_template_sees_it(messages), tools=tools, return_dict=False))
+
+
+@pytest.mark.parametrize("case", RENDERED, ids=titled)
+def test_ids_are_the_templates_and_the_mask_is_what_was_written_by_hand(case: Case) -> None:
+    tokenizer, _ = read_table(case.table)
+    ids, trained = chat.encode_conversation(tokenizer, case.messages, tools=case.tools, **case.options)
+    assert brackets(tokenizer, ids, trained) == case.rendered
+    assert ids == reference_ids(tokenizer, case.messages, case.tools)
+    if tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id:
+        assert ids[1] != tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=titled)
+def test_what_cannot_be_encoded_exactly_is_refused_with_message_and_reason(case: Case) -> None:
+    tokenizer, _ = read_table(case.table)
+    with pytest.raises(RowError) as error:
+        chat.encode_conversation(tokenizer, case.messages, tools=case.tools, **case.options)
+    assert str(error.value).startswith(case.refused or "?")
+
+
+def test_at_least_twelve_templates_have_a_table_of_masks() -> None:
+    assert len({case.table for case in RENDERED}) >= 12
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_many_conversations_at_once_give_what_each_gives_alone(table: str) -> None:
+    tokenizer, cases = read_table(table)
+    same = [case for case in cases if not case.options]
+    found = chat.encode_conversations(tokenizer, [case.messages for case in same], tools=[case.tools for case in same])
+    for case, each in zip(same, found, strict=True):
+        if case.refused is None:
+            assert each == chat.encode_conversation(tokenizer, case.messages, tools=case.tools)
+        else:
+            assert str(each).startswith(case.refused)
+
+
+def test_generation_marks_give_transformers_own_assistant_mask() -> None:
+    tokenizer, cases = read_table("generation_marks")
+    theirs = tokenizer.apply_chat_template(cases[0].messages, return_dict=True, return_assistant_tokens_mask=True)
+    ids, trained = chat.encode_conversation(tokenizer, cases[0].messages)
+    assert (ids, trained) == (theirs["input_ids"], [bool(each) for each in theirs["assistant_masks"]])
+
+
+# --- any conversation at all
+
+ANSWERING = ["chatml", "llama3", "llama2", "mistral", "gemma", "phi", "zephyr", "deepseek", "qwen3", "trims"]
+words = st.text(st.characters(codec="utf-8", exclude_characters="⟦⟧"), max_size=20)
+pieces = st.sampled_from(["<|im_end|>", "</s>", "<|user|>", "\n", " ", "assistant", "</think>", "[/INST]", "🙂", "Ġ"])
+texts = st.lists(words | pieces, min_size=1, max_size=4).map("".join)
+
+
+@pytest.mark.parametrize("table", ANSWERING)
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+def test_trained_text_is_exactly_the_answers_with_their_end_tokens(table: str, turns: list[tuple[str, str]]) -> None:
+    tokenizer, _ = read_table(table)
+    messages = []
+    for asked, answered in turns:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    (found,) = chat.encode_conversations(tokenizer, [messages])
+    if isinstance(found, RowError):  # refused for a reason that the row shows
+        assert any(is_delicate(text) for pair in turns for text in pair), found
+        return
+    ids, trained = found
+    assert ids == reference_ids(tokenizer, messages)
+    end = {"gemma": "<end_of_turn>", "llama3": "<|eot_id|>", "phi": "<|end|>"}.get(table, tokenizer.eos_token)
+    spans = [part.partition("⟧")[0] for part in brackets(tokenizer, ids, trained).split("⟦")[1:]]
+    assert len(spans) == len(turns)
+    for number, (span, (_, answered)) in enumerate(zip(spans, turns, strict=True)):
+        assert span.endswith(end)
+        written = span.removesuffix(end)
+        if table == "qwen3" and "</think>" in answered:  # its thinking is set anew
+            continue
+        if table == "qwen3" and number == len(turns) - 1:
+            written = written.removeprefix("<think>\n\n</think>\n\n")
+        assert written.strip() == answered.strip()
+        if table in ("chatml", "phi", "zephyr", "deepseek"):  # these cut no white space
+            assert answered.endswith(written)
+
+
+def is_delicate(text: str) -> bool:
+    """Say whether a text is empty, spells a special token, or has what templates look for."""
+    return not text.strip() or "<" in text or "[" in text or "\r" in text
+
+
+# --- edges
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def word_tokenizer(template: str, merges: list[tuple[str, str]]) -> Any:
+    """Return a byte-level tokenizer whose only merges are given."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = build_tokenizer("<|im_start|> <|im_end|> eos=<|im_end|>", template)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
+    model = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    model.pre_tokenizer, model.decoder = tokenizer.backend_tokenizer.pre_tokenizer, tokenizer.backend_tokenizer.decoder
+    model.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return type(tokenizer)(tokenizer_object=model, eos_token="<|im_end|>", chat_template=template)
+
+
+def ask(answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_a_token_of_white_space_that_a_prompt_and_an_answer_share_is_not_trained(trim_offsets: bool) -> None:
+    from tokenizers.processors import ByteLevel
+
+    tokenizer = word_tokenizer(CHATML, [("Ċ", "Ġ")])
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim_offsets)
+    ids, trained = chat.encode_conversation(tokenizer, ask("   a  b  "))
+    assert ids == reference_ids(tokenizer, ask("   a  b  "))
+    assert brackets(tokenizer, ids, trained).endswith("assistant\n ⟦  a  b  <|im_end|>⟧\n")
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_a_token_that_holds_the_end_of_a_prompt_and_the_first_letter_of_an_answer_is_refused(
+    trim_offsets: bool,
+) -> None:
+    from tokenizers.processors import ByteLevel
+
+    spaced = CHATML.replace("{{ m.role }}\n", "{{ m.role }}: ").replace("assistant\n", "assistant: ")
+    tokenizer = word_tokenizer(spaced, [("Ġ", "a")])
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim_offsets)
+    with pytest.raises(RowError, match="the token ' a' holds the end of a prompt and the start of an answer"):
+        chat.encode_conversation(tokenizer, ask("a"))
+
+
+def test_a_token_that_swallows_the_line_break_behind_it_is_still_the_end_token() -> None:
+    from tokenizers import AddedToken
+
+    tokenizer = build_tokenizer("<|im_start|> eos=<|im_start|>", CHATML)
+    tokenizer.add_special_tokens({"eos_token": AddedToken("<|im_end|>", rstrip=True, special=True)})
+    ids, trained = chat.encode_conversation(tokenizer, ask("a"))
+    assert ids == reference_ids(tokenizer, ask("a"))
+    assert [
+        token for token, is_trained in zip(tokenizer.convert_ids_to_tokens(ids), trained, strict=True) if is_trained
+    ] == [
+        "a",
+        "<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([], "messages must be a list of {role, content}"),
+        ("Hi", "messages must be a list of {role, content}"),
+        (["Hi"], "message 1 has no text `content`"),
+        ([{"role": "user"}], "message 1 has no text `content`"),
+        ([{"role": "assistant", "content": 3}], "message 1 has no text `content`"),
+        (
+            [{"role": "bot", "content": "Hi"}],
+            "message 1 has role 'bot'; known: system, developer, user, assistant, tool",
+        ),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 1 has a part of type 'image' in its content"),
+        ([{"role": "assistant", "content": "a", "train": "no"}], "message 1 has train: 'no'; it is true or false"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "message 1 has tool_calls that are no list of"),
+    ],
+)
+def test_messages_of_the_wrong_shape_are_named(messages: Any, told: str) -> None:
+    with pytest.raises(RowError) as error:
+        chat.encode_conversation(read_table("chatml")[0], messages)
+    assert str(error.value).startswith(told)
+
+
+def test_keys_that_a_table_of_rows_filled_with_none_are_not_there() -> None:
+    tokenizer, cases = read_table("llama3_tools")
+    call = {"type": "function", "id": None, "function": {"name": "clock", "arguments": {"city": "Rome", "days": None}}}
+    turns = [{"role": "user", "content": "Time?", "tool_calls": None}, {"role": "assistant", "tool_calls": [call]}]
+    ids, _ = chat.encode_conversation(tokenizer, turns)
+    assert '"parameters": {"city": "Rome"}}<|eom_id|>' in tokenizer.decode(ids)

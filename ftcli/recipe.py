@@ -111,6 +111,21 @@ class Data(Section):
         "smaller step, weighed exactly.",
     )
     max_length: int = Field(1024, ge=2, description="Longest row, in tokens; longer rows are cut. Text tasks only.")
+    packing: bool = Field(
+        False,
+        description="true: whole documents share rows of max_length tokens, best-fit decreasing, and never see each "
+        "other; batch.global_size then counts such rows. Language-model tasks only. Evaluation rows are not packed.",
+    )
+    padding_free: bool = Field(
+        False,
+        description="true: the rows of a micro-batch are laid end to end instead of padded, each confined to itself; "
+        f"packing does so anyway. Language-model tasks only. {MACHINE_HINT}",
+    )
+    group_by_length: bool = Field(
+        False,
+        description="true: steps are made of rows of similar length, drawn from 50 steps' rows at a time, which saves "
+        "padding; it changes the order of the rows. Not with packing.",
+    )
     workers: int = Field(
         0,
         ge=0,
@@ -122,6 +137,12 @@ class Data(Section):
     def _one_evaluation_set(self) -> Data:
         if self.eval is not None and self.eval_rows:
             raise ValueError("eval and eval_rows exclude each other: keep one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _bins_are_of_one_length(self) -> Data:
+        if self.packing and self.group_by_length:
+            raise ValueError("packing and group_by_length exclude each other: packed rows are all of max_length tokens")
         return self
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..attention import check_architecture, confine_to_documents, is_flash, is_flat
 from ..errors import InputError
 from .protocol import Batch, Row, RowError
-from .tokens import attention_mask, encode_completion, encode_conversation, pad
+from .tokens import encode_completion, encode_conversation, flat_batch, padded_batch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +42,7 @@ class Task:
 
     item: Literal["token", "sample"] = "token"
     columns: tuple[str, ...] = ()
+    packs = True
     auto_class = "AutoModelForCausalLM"
     peft_type: str | None = "CAUSAL_LM"
 
@@ -96,14 +98,18 @@ class Task:
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the causal language model; it has no new head."""
-        from ..models import load_model
+        from ..models import configuration, load_model
 
+        if is_flat(self.recipe):
+            check_architecture(configuration(self.recipe.model), self.recipe)
         return load_model(self.auto_class, self.recipe, new_head=False, **kwargs)
 
     def finish_model(self, model: nn.Module) -> None:
-        """Let the model return the negative log-likelihood of its targets."""
+        """Let the model return the negative log-likelihood of its targets, and keep documents in one row apart."""
         from ..losses import return_token_nll
 
+        if is_flat(self.recipe) and not is_flash(self.recipe.model.attn_implementation):
+            confine_to_documents(model)
         return_token_nll(model)
 
     def blank(self, row: Row) -> Row:
@@ -111,24 +117,10 @@ class Task:
         return row | {"trained": [False] * len(row["trained"]), "items": 0}
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return input_ids, attention_mask `[B, T]`; positions, targets `[N]`, positions into the flat `[B * T]`."""
-        import torch
-
-        ids = [list(row["input_ids"]) for row in rows]
-        length = max(len(row) for row in ids)
-        spots = [
-            (b * length + t - 1, ids[b][t])  # the token before predicts this one
-            for b, row in enumerate(rows)
-            for t in range(1, len(ids[b]))
-            if row["trained"][t]
-        ]
-        found = torch.tensor(spots, dtype=torch.int64).reshape(-1, 2)
-        return {
-            "input_ids": pad(ids, self.tokenizer.pad_token_id),
-            "attention_mask": attention_mask([len(row) for row in ids]),
-            "positions": found[:, 0].contiguous(),
-            "targets": found[:, 1].contiguous(),
-        }
+        """Return a batch of padded rows, or of training rows laid end to end when the recipe asks for it."""
+        if is_flat(self.recipe) and rows[0]["training"]:
+            return flat_batch(rows, self.recipe.model.attn_implementation)
+        return padded_batch(rows, self.tokenizer.pad_token_id)
 
     def count(self, batch: Batch) -> int:
         """Return N, the trained tokens."""

@@ -50,7 +50,7 @@ class Setup:
         self.model.eval()
 
     def batch(self, *indices: int) -> dict[str, Any]:
-        return self.task.collate([self.rows[0, index] for index in indices])
+        return self.task.collate([document for index in indices for document in self.rows[0, index]])
 
     def loss(self, *indices: int) -> float:
         return float(self.task.loss(self.model, self.batch(*indices)).detach())
@@ -70,7 +70,7 @@ def test_the_loss_of_two_parts_is_the_sum_of_their_losses(setup: Setup) -> None:
 def test_the_count_is_additive_and_what_the_rows_say(setup: Setup) -> None:
     count = setup.task.count
     assert count(setup.batch(0, 1, 2)) == count(setup.batch(0)) + count(setup.batch(1)) + count(setup.batch(2))
-    assert count(setup.batch(0, 1)) == sum(int(setup.rows[0, index]["items"]) for index in (0, 1))
+    assert count(setup.batch(0, 1)) == sum(int(setup.rows[0, index][0]["items"]) for index in (0, 1))
 
 
 def test_padding_rows_change_neither_loss_nor_count(setup: Setup) -> None:
@@ -78,7 +78,7 @@ def test_padding_rows_change_neither_loss_nor_count(setup: Setup) -> None:
     assert setup.task.count(with_padding) == setup.task.count(alone)
     loss = float(setup.task.loss(setup.model, with_padding).detach())
     assert loss == pytest.approx(float(setup.task.loss(setup.model, alone).detach()), rel=1e-5)
-    assert setup.rows[0, PADDING]["id"] == PADDING
+    assert [row["id"] for row in setup.rows[0, PADDING]] == [PADDING]
 
 
 def test_a_batch_of_padding_gives_zero_and_a_gradient_that_is_zero(setup: Setup) -> None:

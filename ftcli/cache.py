@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +19,20 @@ from .assets import cache_root
 from .encoding import Counts, encode_source, encoded_files, usable_processors
 from .errors import InputError
 from .mixing import Part, read_parts, told_of_part
+from .packing import Bins, lengths_of, pack_rows
 from .rows import check_source, image_files, local_path, model_folder
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
     from datasets import Dataset
+    from numpy.typing import NDArray
 
     from .recipe import Recipe, Source
     from .tasks.protocol import Task
 
 FORMAT = 2  # raised when the layout of prepared rows changes
+ARRANGEMENT = ("packing", "padding_free", "group_by_length")  # keys of data that change no prepared row
 MOST_UNTRAINED = 0.01  # share of a source's rows that may hold nothing to train on
 SPLITS = ("train", "eval")
 
@@ -45,6 +49,13 @@ class PreparedRows:
     told: list[str] = field(default_factory=list)  # what became of the rows, one fact a line
     tokens: int = 0  # of all rows
     folder: Path = Path()
+    bins: Bins | None = None  # which documents of `train` share a row; None: each is one
+    lengths: NDArray[np.int64] | None = None  # tokens of every row of `train`, where their order depends on them
+
+    @property
+    def train_rows(self) -> int:
+        """Number of training rows as the sampler orders and the model sees them."""
+        return len(self.train) if self.bins is None else len(self.bins)
 
 
 def prepare_rows(recipe: Recipe, task: Task) -> PreparedRows:
@@ -63,14 +74,31 @@ def prepare_rows(recipe: Recipe, task: Task) -> PreparedRows:
             with FileLock(f"{folder}.lock"):
                 if not complete.exists():
                     _build(recipe, task, folder)
-        _remember(recipe, complete)
     while not complete.exists():  # local rank 0 is building; if it dies the launcher ends this process too
         time.sleep(0.1)
-    return _open(folder)
+    rows = _arrange(recipe, _open(folder), folder)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        _remember(recipe, rows)
+    return rows
+
+
+def _arrange(recipe: Recipe, rows: PreparedRows, folder: Path) -> PreparedRows:
+    """Return the rows with what their order depends on: bins, or lengths."""
+    if recipe.data.packing:
+        return replace(rows, bins=pack_rows(rows.train, folder, recipe.data.max_length))
+    if not recipe.data.group_by_length:
+        return rows
+    if "input_ids" not in rows.train.column_names:
+        told = f"data.group_by_length: rows of task {recipe.task} have no length in tokens"
+        raise InputError(told, hint="set data.group_by_length to false")
+    return replace(rows, lengths=lengths_of(rows.train))
 
 
 def known_rows(recipe: Recipe) -> dict[str, int] | None:
-    """Return {"train": rows, "eval": rows} if these rows were prepared on this machine before, without torch."""
+    """Return {"train": rows, "eval": rows} if these rows were prepared on this machine before, without torch.
+
+    Packed training rows also have {"documents", "tokens"}.
+    """
     pointer = _pointer(recipe)
     return json.loads(pointer.read_text())["rows"] if pointer.exists() else None
 
@@ -229,7 +257,7 @@ def _content_key(recipe: Recipe, task: Task) -> str:
 
 
 def _data_settings(recipe: Recipe) -> dict[str, Any]:
-    settings = recipe.data.model_dump(exclude={"workers"})
+    settings = recipe.data.model_dump(exclude={"workers", *ARRANGEMENT})
     return settings | {"task": recipe.task, "options": recipe.task_options, "seed": recipe.seed}
 
 
@@ -255,7 +283,7 @@ def _file_digest(file: Any) -> str:
 
 def _pointer(recipe: Recipe) -> Path:
     """Return the small file that tells `check` the counts, named by what can be seen without reading the data."""
-    seen: list[Any] = [FORMAT, _data_settings(recipe), recipe.model.name, recipe.model.revision]
+    seen: list[Any] = [FORMAT, _data_settings(recipe), recipe.data.packing, recipe.model.name, recipe.model.revision]
     for source in recipe.data.train_sources + recipe.data.eval_sources:
         path = local_path(source.path)
         if path is not None and path.is_file():
@@ -266,10 +294,13 @@ def _pointer(recipe: Recipe) -> Path:
     return cache_root() / "rows" / "counts" / f"{name}.json"
 
 
-def _remember(recipe: Recipe, meta: Path) -> None:
+def _remember(recipe: Recipe, rows: PreparedRows) -> None:
     pointer = _pointer(recipe)
     if not pointer.exists():
+        counts = {"train": rows.train_rows} | ({} if rows.eval is None else {"eval": len(rows.eval)})
+        if rows.bins is not None:
+            counts |= {"documents": len(rows.train), "tokens": int(lengths_of(rows.train).sum())}
         pointer.parent.mkdir(parents=True, exist_ok=True)
         temporary = pointer.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"rows": json.loads(meta.read_text())["rows"]}))
+        temporary.write_text(json.dumps({"rows": counts}))
         temporary.replace(pointer)

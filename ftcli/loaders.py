@@ -16,37 +16,49 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from .cache import PreparedRows
+    from .packing import Bins
     from .planning import Plan
     from .recipe import Recipe
     from .tasks.protocol import Batch, Row, Task
 
 
 class Rows:
-    """Prepared rows as a map-style data set over the keys of `sampling`; rows are plain dictionaries."""
+    """Prepared rows as a map-style data set over the keys of `sampling`: each is a list of the documents it holds.
 
-    def __init__(self, rows: Any, task: Task, *, training: bool, excluded: Set[int] = frozenset()) -> None:
-        self.rows, self.task, self.training, self.excluded = rows, task, training, excluded
+    A document is a plain dictionary. Packed rows hold several, all others one. What is left out, or only fills a
+    micro-batch, is blank: it keeps its shape and weighs nothing.
+    """
+
+    def __init__(
+        self, rows: Any, task: Task, *, training: bool, bins: Bins | None = None, excluded: Set[int] = frozenset()
+    ) -> None:
+        self.rows, self.task, self.training, self.bins, self.excluded = rows, task, training, bins, excluded
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows) if self.bins is None else len(self.bins)
 
-    def __getitem__(self, key: Key) -> Row:
+    def __getitem__(self, key: Key) -> list[Row]:
         epoch, index = key
-        row = self.rows[max(index, 0)] | {"epoch": epoch, "training": self.training}
-        return self.task.blank(row) | {"id": PADDING} if index == PADDING or row["id"] in self.excluded else row
+        documents = [max(index, 0)] if self.bins is None or index == PADDING else self.bins[index]
+        return [self._document(number, epoch, blank=index == PADDING) for number in documents]
+
+    def _document(self, number: int, epoch: int, *, blank: bool) -> Row:
+        row = self.rows[number] | {"epoch": epoch, "training": self.training}
+        return self.task.blank(row) | {"id": PADDING} if blank or row["id"] in self.excluded else row
 
 
 @dataclass(frozen=True)
 class Collate:
-    """Rows to a batch of tensors with the ids of its rows; a class, so that loader processes can be handed it."""
+    """Rows to a batch of tensors with the ids of their documents; a class: loader processes can be handed it."""
 
     task: Task
 
-    def __call__(self, rows: list[Row]) -> Batch:
+    def __call__(self, rows: list[list[Row]]) -> Batch:
         """Return the batch of some rows."""
         import torch
 
-        return self.task.collate(rows) | {"sample_ids": torch.tensor([row["id"] for row in rows])}
+        documents = [document for row in rows for document in row]
+        return self.task.collate(documents) | {"sample_ids": torch.tensor([row["id"] for row in documents])}
 
 
 def build_loaders(
@@ -54,13 +66,19 @@ def build_loaders(
 ) -> tuple[DataLoader, DataLoader | None]:
     """Return loaders of host batches in global order; Accelerate gives each process its share of the batches.
 
-    Training rows whose id is in `excluded` are padding instead; it may grow until the loader is iterated.
+    Training documents whose id is in `excluded` are padding instead; it may grow until the loader is iterated.
     """
     from torch.utils.data import DataLoader
 
     def loader(part: Any, order: Any, *, training: bool) -> DataLoader:
         return DataLoader(
-            Rows(part, task, training=training, excluded=excluded if training else frozenset()),  # type: ignore[arg-type]
+            Rows(  # type: ignore[arg-type]
+                part,
+                task,
+                training=training,
+                bins=rows.bins if training else None,
+                excluded=excluded if training else frozenset(),
+            ),
             batch_sampler=order,
             collate_fn=Collate(task),
             num_workers=recipe.data.workers if training else 0,
@@ -69,13 +87,14 @@ def build_loaders(
 
     assert plan.steps is not None and plan.steps_per_epoch is not None
     train_order = TrainOrder(
-        len(rows.train),
+        rows.train_rows,
         global_size=plan.global_size,
         micro_size=plan.micro_size,
         seed=recipe.seed,
         first_step=first_step,
         steps=plan.steps,
         steps_per_epoch=plan.steps_per_epoch,
+        lengths=rows.lengths,
     )
     train = loader(rows.train, train_order, training=True)
     if rows.eval is None:

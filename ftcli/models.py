@@ -151,6 +151,12 @@ def _configuration(section: Model, kwargs: dict[str, Any]) -> Any:
     return load_from_hub(AutoConfig, section, **{name: kwargs.pop(name) for name in names if name in kwargs})
 
 
+def configuration(section: Model) -> dict[str, Any]:
+    """Return a model's configuration as plain values, without its weights."""
+    values: dict[str, Any] = _configuration(section, {}).to_dict()
+    return values
+
+
 def _without_dropout(section: Model, kwargs: dict[str, Any]) -> Any:
     """Return the model's configuration with every dropout probability set to the recipe's."""
     config = _configuration(section, kwargs)

@@ -130,9 +130,13 @@ def check_trackers(recipe: Recipe) -> list[Problem]:
 
 def check_inputs(recipe: Recipe) -> None:
     """Look at what the recipe reads on this machine; raises `InputError` for a model or data that is not there."""
+    from .attention import check_attention
     from .rows import check_source, model_folder
+    from .tasks import find_task, is_own
 
     model_folder(recipe.model.name)
+    if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
+        check_attention(recipe, find_task(recipe.task).Task)
     for source in recipe.data.train_sources + recipe.data.eval_sources:
         check_source(source, recipe.data.columns_of(source))
     format_facts(recipe)
@@ -233,7 +237,7 @@ def check(
     if chosen is not None:
         derive_shards(*chosen.mesh, world)
     plan = derive_plan(loaded, world, counts["train"] if counts else None)
-    facts, notes = _size_facts(loaded)
+    facts, notes = _size_facts(loaded, counts)
     facts = format_facts(loaded) | facts
     notes += _exactness_notes(loaded)
     notes += [
@@ -244,7 +248,7 @@ def check(
     return Report(str(path), "none" if chosen is None else chosen.name, plan, facts, notes)
 
 
-def _size_facts(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+def _size_facts(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str, Any], list[str]]:
     """Return what is known of tokens per step and of the disk that `final/` needs."""
     from .rows import model_folder
 
@@ -252,6 +256,11 @@ def _size_facts(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     notes: list[str] = []
     if recipe.task in ("sft", "pretrain", "text_classification"):
         facts["tokens per step"] = f"at most {recipe.batch.global_size * recipe.data.max_length}"
+    if recipe.data.packing and counts is not None:
+        tokens = counts["tokens"] / counts["train"]
+        facts["tokens per step"] += f", {recipe.batch.global_size * tokens:.0f} on average"
+        fill = 100 * tokens / recipe.data.max_length
+        facts["packing"] = f"{counts['documents']} documents in {counts['train']} rows, {fill:.1f} % full"
     folder = model_folder(recipe.model.name)
     if folder is None:
         notes.append(f"model {recipe.model.name} is a name on the hub: `ftcli fetch` brings it here")

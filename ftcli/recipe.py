@@ -146,6 +146,21 @@ class Data(Section):
         description="So many rows that the task cannot use (another shape, no answer) may be left out, counted over "
         "all sources; the log tells their numbers. One more is an error.",
     )
+    packing: bool = Field(
+        False,
+        description="true: whole documents share rows of max_length tokens, best-fit decreasing, and never see each "
+        "other; batch.global_size then counts such rows. Language-model tasks only. Evaluation rows are not packed.",
+    )
+    padding_free: bool = Field(
+        False,
+        description="true: the rows of a micro-batch are laid end to end instead of padded, each confined to itself; "
+        f"packing does so anyway. Language-model tasks only. {MACHINE_HINT}",
+    )
+    group_by_length: bool = Field(
+        False,
+        description="true: steps are made of rows of similar length, drawn from 50 steps' rows at a time, which saves "
+        "padding; it changes the order of the rows. Not with packing.",
+    )
     workers: int = Field(
         0,
         ge=0,
@@ -173,6 +188,12 @@ class Data(Section):
             raise ValueError("eval and eval_rows exclude each other: keep one of the two")
         if any(source.weight != 1 for source in self.eval_sources):
             raise ValueError("eval: a weight is for training rows only; use max_rows to measure fewer")
+        return self
+
+    @model_validator(mode="after")
+    def _bins_are_of_one_length(self) -> Data:
+        if self.packing and self.group_by_length:
+            raise ValueError("packing and group_by_length exclude each other: packed rows are all of max_length tokens")
         return self
 
 

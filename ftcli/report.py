@@ -136,7 +136,7 @@ class Reporter:
 
     def _epoch(self, number: int) -> float:
         """Return how many passes over the training rows are done; a dropped tail counts as not seen."""
-        rows, plan = len(self.run.rows.train), self.run.plan
+        rows, plan = self.run.rows.train_rows, self.run.plan
         if self.run.recipe.data.drop_last:
             return number * plan.global_size / rows
         assert plan.steps_per_epoch is not None

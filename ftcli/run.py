@@ -91,9 +91,12 @@ class Run:
         )
 
     def to_device(self, batch: Batch) -> Batch:
-        """Return a batch's tensors on the device of this process."""
+        """Return a batch's tensors on the device of this process; numbers stay numbers."""
         device = self.hardware.accelerator.device
-        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        return {
+            name: value.to(device, non_blocking=True) if hasattr(value, "to") else value
+            for name, value in batch.items()
+        }
 
     def reseed(self, step: int) -> None:
         """Seed this process's generators (dropout) from (seed, step, rank): they carry no state between steps."""
@@ -138,7 +141,7 @@ def prepare(
     derive_plan(loaded, world)
     task = build_task(loaded)
     rows = prepare_rows(loaded, task)
-    plan = derive_plan(loaded, world, len(rows.train))
+    plan = derive_plan(loaded, world, rows.train_rows)
     first_step = 0 if resume is None else _first_step(Path(resume), rows, anyway=resume_anyway)
     if dry_run and rows.eval is not None:
         first = range(min(len(rows.eval), plan.micro_size * world))

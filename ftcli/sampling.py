@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PADDING = -1  # index of a row that fills a micro-batch and weighs nothing
+GROUPED_STEPS = 50  # steps whose rows are sorted together by group_by_length, as transformers' sampler does
 
 Key = tuple[int, int]  # (epoch, row index): augmentation is keyed by both
 
@@ -49,12 +50,31 @@ def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(mix(np.arange(rows, dtype=np.uint64) ^ salt), kind="stable")
 
 
+def group_by_length(
+    order: NDArray[np.int64], lengths: NDArray[np.int64], global_size: int, seed: int, epoch: int
+) -> NDArray[np.int64]:
+    """Return an epoch's order with rows of similar length in each step; a function of its arguments alone.
+
+    Every `GROUPED_STEPS` steps' rows are sorted by length, longest first, and cut into steps, and then the steps of
+    the epoch change places, so that lengths do not follow a pattern. Rows beyond the last whole step stay where they
+    are: which ones an epoch drops does not depend on lengths.
+    """
+    whole = len(order) // global_size * global_size
+    window = GROUPED_STEPS * global_size
+    parts = [order[start : min(start + window, whole)] for start in range(0, whole, window)]
+    by_length = [part[np.argsort(-lengths[part], kind="stable")] for part in parts]
+    grouped = np.concatenate([order[:0], *by_length]).reshape(-1, global_size)
+    moved = grouped[epoch_order(len(grouped), seed_of(seed, epoch), GROUPED_STEPS)]
+    return np.concatenate([moved.reshape(-1), order[whole:]])
+
+
 class TrainOrder:
     """Micro-batches of every step from `first_step` on, in global order: a batch sampler for one DataLoader.
 
     Yields lists of `micro_size` keys; the process of rank r takes every `processes`-th list starting at r, so the
     `processes * accumulation` lists of a step cover that step's `global_size` rows. Rows beyond `steps_per_epoch`
-    are dropped; a step that lacks rows is filled up with padding: every process runs as many forwards.
+    are dropped; a step that lacks rows is filled up with padding: every process runs as many forwards. With `lengths`
+    (tokens of every row) the rows of a step are of similar length.
     """
 
     drop_last = True  # each list is full; Accelerate reads both attributes
@@ -69,9 +89,11 @@ class TrainOrder:
         first_step: int,
         steps: int,
         steps_per_epoch: int,
+        lengths: NDArray[np.int64] | None = None,
     ):
         self.rows, self.global_size, self.batch_size = rows, global_size, micro_size
         self.seed, self.first_step, self.steps, self.steps_per_epoch = seed, first_step, steps, steps_per_epoch
+        self.lengths = lengths
 
     def __len__(self) -> int:
         return (self.steps - self.first_step) * self.global_size // self.batch_size
@@ -81,11 +103,17 @@ class TrainOrder:
         for step in range(self.first_step, self.steps):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != current:
-                order, current = epoch_order(self.rows, self.seed, epoch), epoch
+                order, current = self._epoch(epoch), epoch
             window = order[position * self.global_size : (position + 1) * self.global_size]
             window = np.pad(window, (0, self.global_size - len(window)), constant_values=PADDING)
             for start in range(0, self.global_size, self.batch_size):
                 yield [(epoch, int(index)) for index in window[start : start + self.batch_size]]
+
+    def _epoch(self, epoch: int) -> NDArray[np.int64]:
+        order = epoch_order(self.rows, self.seed, epoch)
+        if self.lengths is None:
+            return order
+        return group_by_length(order, self.lengths, self.global_size, self.seed, epoch)
 
 
 class EvalOrder:

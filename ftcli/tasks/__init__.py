@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from ..attention import check_attention
 from ..errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def build_task(recipe: Recipe) -> Task:
     options, problems = validate(module.Options, recipe.task_options, prefix=("task_options",))
     if problems:
         raise InputError(problems)
+    check_attention(recipe, module.Task)
     task: Task = module.Task(recipe, options)
     return task
 

@@ -35,13 +35,6 @@ class Task(sft.Task):
         if self.tokenizer.eos_token_id is None:
             raise InputError(f"the tokenizer of {recipe.model.name} has no end token to end documents with")
 
-    def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
-        """Return {"input_ids", "trained", "items"} of one text, or of its pieces."""
-        found = self.encode_rows([row], facts)[0]
-        if isinstance(found, RowError):
-            raise found
-        return found
-
     def encode_rows(self, rows: list[Row], facts: dict[str, Any]) -> list[list[Row] | RowError]:
         """Return what `encode` gives for each row, tokenised in one call."""
         found: list[list[Row] | RowError] = []

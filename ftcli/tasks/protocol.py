@@ -24,7 +24,12 @@ class RowError(ValueError):
 
 
 class Task(Protocol):
-    """What is trained: rows to tensors, tensors to a summed loss, evaluation rows to metrics."""
+    """What is trained: rows to tensors, tensors to a summed loss, evaluation rows to metrics.
+
+    A task whose rows are documents of a language model says `packs = True`: `collate` then lays training rows end to
+    end where the recipe asks for it (`tokens.flat_batch`), and `finish_model` confines attention to each
+    (`attention.confine_to_documents`). A task that does not say so refuses data.packing and data.padding_free.
+    """
 
     item: Literal["token", "sample"]  # what the loss is a sum over
     auto_class: str  # transformers' class that loads the model

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..chat import TrainOn, encode_conversation, load_template
+from ..attention import check_architecture, confine_to_documents, is_flash, is_flat
+from ..chat import TrainOn, encode_conversations, load_template
 from ..formats import convert
 from .protocol import Batch, Row, RowError
-from .tokens import attention_mask, encode_completion, fit, pad
+from .tokens import encode_completion, fit, flat_batch, padded_batch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +52,7 @@ class Task:
     item: Literal["token", "sample"] = "token"
     columns: tuple[str, ...] = ()
     formats: tuple[str, ...] = ("messages", "completion")
+    packs = True
     auto_class = "AutoModelForCausalLM"
     peft_type: str | None = "CAUSAL_LM"
 
@@ -72,40 +74,70 @@ class Task:
         return {}
 
     def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
-        """Return {"input_ids", "trained", "items"} of one conversation, made to fit data.max_length."""
-        ids, trained = self._render(convert(row, self.formats))
-        return fit(ids, trained, self.recipe.data.max_length, self.recipe.data.truncation or "truncate")
+        """Return {"input_ids", "trained", "items"} of one example, made to fit data.max_length."""
+        (found,) = self.encode_rows([row], facts)
+        if isinstance(found, RowError):
+            raise found
+        return found
 
-    def _render(self, example: Row) -> tuple[list[int], list[bool]]:
-        """Return (ids, trained) of an example as `formats.convert` gives it."""
-        tools = example.get("tools")
-        if "messages" in example:
-            return self._render_turns(example["messages"], tools)
-        prompt, completion = example["prompt"], example["completion"]
-        if self.options.chat == "auto" and self.tokenizer.chat_template is not None:
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return self._render_turns(turns, tools)
-        ids, trained = encode_completion(self.tokenizer, prompt, completion)
+    def encode_rows(self, rows: list[Row], facts: dict[str, Any]) -> list[list[Row] | RowError]:
+        """Return what `encode` gives for each row, or its `RowError`; conversations are tokenised in one call."""
+        found: list[Any] = []
+        conversations: list[tuple[int, Row]] = []
+        for number, row in enumerate(rows):
+            try:
+                example = self._as_conversation(convert(row, self.formats))
+                found.append(None if "messages" in example else self._fit(*self._encode_plain(example)))
+            except RowError as error:
+                found.append(error)
+            else:
+                conversations += [(number, example)] * ("messages" in example)
+        encoded = encode_conversations(
+            self.tokenizer,
+            [example["messages"] for _, example in conversations],
+            tools=[example["tools"] for _, example in conversations],
+            train_on=self.options.train_on,
+        )
+        for (number, _), result in zip(conversations, encoded, strict=True):
+            found[number] = result if isinstance(result, RowError) else self._fit(*result)
+        return found
+
+    def _as_conversation(self, example: Row) -> Row:
+        """Return {"messages", "tools"} of an example, or the example itself where it stays plain text."""
+        has_template = self.tokenizer.chat_template is not None
+        if "messages" not in example:
+            if self.options.chat == "never" or not has_template:
+                return example
+            prompt, answer = example["prompt"], example["completion"]
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            return {"messages": turns, "tools": example.get("tools")}
+        if not has_template:
+            raise RowError("has messages, but the tokenizer has no chat template")
+        if self.options.train_on != "all" and not any(turn["role"] == "assistant" for turn in example["messages"]):
+            raise RowError("no message is the assistant's, so nothing would be trained")
+        return example
+
+    def _encode_plain(self, example: Row) -> tuple[list[int], list[bool]]:
+        ids, trained = encode_completion(self.tokenizer, example["prompt"], example["completion"])
         return ids, [True] * len(ids) if self.options.train_on == "all" else trained
 
-    def _render_turns(self, messages: Any, tools: list[Any] | None) -> tuple[list[int], list[bool]]:
-        if self.tokenizer.chat_template is None:
-            raise RowError("has messages, but the tokenizer has no chat template")
-        ids, trained = encode_conversation(self.tokenizer, messages, tools=tools, train_on=self.options.train_on)
-        if self.options.train_on != "all" and not any(turn["role"] == "assistant" for turn in messages):
-            raise RowError("no message is the assistant's, so nothing would be trained")
-        return ids, trained
+    def _fit(self, ids: list[int], trained: list[bool]) -> list[Row]:
+        return fit(ids, trained, self.recipe.data.max_length, self.recipe.data.truncation or "truncate")
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the causal language model; it has no new head."""
-        from ..models import load_model
+        from ..models import configuration, load_model
 
+        if is_flat(self.recipe):
+            check_architecture(configuration(self.recipe.model), self.recipe)
         return load_model(self.auto_class, self.recipe, new_head=False, **kwargs)
 
     def finish_model(self, model: nn.Module) -> None:
-        """Let the model return the negative log-likelihood of its targets."""
+        """Let the model return the negative log-likelihood of its targets, and keep documents in one row apart."""
         from ..losses import return_token_nll
 
+        if is_flat(self.recipe) and not is_flash(self.recipe.model.attn_implementation):
+            confine_to_documents(model)
         return_token_nll(model)
 
     def blank(self, row: Row) -> Row:
@@ -113,24 +145,10 @@ class Task:
         return row | {"trained": [False] * len(row["trained"]), "items": 0}
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return input_ids, attention_mask `[B, T]`; positions, targets `[N]`, positions into the flat `[B * T]`."""
-        import torch
-
-        ids = [list(row["input_ids"]) for row in rows]
-        length = max(len(row) for row in ids)
-        spots = [
-            (b * length + t - 1, ids[b][t])  # the token before predicts this one
-            for b, row in enumerate(rows)
-            for t in range(1, len(ids[b]))
-            if row["trained"][t]
-        ]
-        found = torch.tensor(spots, dtype=torch.int64).reshape(-1, 2)
-        return {
-            "input_ids": pad(ids, self.tokenizer.pad_token_id),
-            "attention_mask": attention_mask([len(row) for row in ids]),
-            "positions": found[:, 0].contiguous(),
-            "targets": found[:, 1].contiguous(),
-        }
+        """Return a batch of padded rows, or of training rows laid end to end when the recipe asks for it."""
+        if is_flat(self.recipe) and rows[0]["training"]:
+            return flat_batch(rows, self.recipe.model.attn_implementation)
+        return padded_batch(rows, self.tokenizer.pad_token_id)
 
     def count(self, batch: Batch) -> int:
         """Return N, the trained tokens."""

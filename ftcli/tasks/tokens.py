@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .protocol import Row
+from ..attention import document_bounds
+from .protocol import Batch, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,3 +68,54 @@ def attention_mask(lengths: list[int]) -> Tensor:
     import torch
 
     return (torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]).long()
+
+
+def padded_batch(rows: list[Row], padding: int) -> Batch:
+    """Return input_ids, attention_mask `[B, T]`; positions, targets `[N]`, positions into the flat `[B * T]`.
+
+    The token before a trained one predicts it, so a row's first token is never a target.
+    """
+    ids = [list(row["input_ids"]) for row in rows]
+    length = max(len(row) for row in ids)
+    starts = [length * b for b in range(len(rows))]
+    return {
+        "input_ids": pad(ids, padding),
+        "attention_mask": attention_mask([len(row) for row in ids]),
+        **_targets(rows, starts),
+    }
+
+
+def flat_batch(rows: list[Row], attn_implementation: str | None) -> Batch:
+    """Return rows laid end to end: input_ids, position_ids `[1, S]`, the rows' bounds, and positions, targets `[N]`.
+
+    Positions begin anew in every row, and no token is the target of another row's.
+    """
+    import numpy as np
+    import torch
+
+    lengths = [len(row["input_ids"]) for row in rows]
+    ids = np.concatenate([np.asarray(row["input_ids"], dtype=np.int64) for row in rows])
+    places = np.concatenate([np.arange(length) for length in lengths])
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    return {
+        "input_ids": torch.from_numpy(ids)[None],
+        "position_ids": torch.from_numpy(places)[None],
+        **document_bounds(lengths, attn_implementation),
+        **_targets(rows, starts),
+    }
+
+
+def _targets(rows: list[Row], starts: list[int]) -> Batch:
+    """Return positions, targets `[N]` of rows whose first tokens stand at `starts` of the flat batch."""
+    import numpy as np
+    import torch
+
+    positions, targets = [], []
+    for start, row in zip(starts, rows, strict=True):
+        spots = 1 + np.flatnonzero(np.asarray(row["trained"], dtype=bool)[1:])
+        positions.append(start + spots - 1)
+        targets.append(np.asarray(row["input_ids"], dtype=np.int64)[spots])
+    return {
+        "positions": torch.from_numpy(np.concatenate(positions)),
+        "targets": torch.from_numpy(np.concatenate(targets)),
+    }

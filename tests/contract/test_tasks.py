@@ -50,7 +50,7 @@ class Setup:
         self.model.eval()
 
     def batch(self, *indices: int) -> dict[str, Any]:
-        return self.task.collate([self.rows[0, index] for index in indices])
+        return self.task.collate([document for index in indices for document in self.rows[0, index]])
 
     def loss(self, *indices: int) -> float:
         return float(self.task.loss(self.model, self.batch(*indices)).detach())
@@ -70,7 +70,7 @@ def test_the_loss_of_two_parts_is_the_sum_of_their_losses(setup: Setup) -> None:
 def test_the_count_is_additive_and_what_the_rows_say(setup: Setup) -> None:
     count = setup.task.count
     assert count(setup.batch(0, 1, 2)) == count(setup.batch(0)) + count(setup.batch(1)) + count(setup.batch(2))
-    assert count(setup.batch(0, 1)) == sum(int(setup.rows[0, index]["items"]) for index in (0, 1))
+    assert count(setup.batch(0, 1)) == sum(int(setup.rows[0, index][0]["items"]) for index in (0, 1))
 
 
 def test_padding_rows_change_neither_loss_nor_count(setup: Setup) -> None:
@@ -78,7 +78,7 @@ def test_padding_rows_change_neither_loss_nor_count(setup: Setup) -> None:
     assert setup.task.count(with_padding) == setup.task.count(alone)
     loss = float(setup.task.loss(setup.model, with_padding).detach())
     assert loss == pytest.approx(float(setup.task.loss(setup.model, alone).detach()), rel=1e-5)
-    assert setup.rows[0, PADDING]["id"] == PADDING
+    assert [row["id"] for row in setup.rows[0, PADDING]] == [PADDING]
 
 
 def test_a_batch_of_padding_gives_zero_and_a_gradient_that_is_zero(setup: Setup) -> None:
@@ -87,6 +87,43 @@ def test_a_batch_of_padding_gives_zero_and_a_gradient_that_is_zero(setup: Setup)
     loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in setup.model.parameters())
     setup.model.zero_grad()
+
+
+def test_rows_laid_end_to_end_give_the_loss_and_gradient_of_padded_ones(setup: Setup) -> None:
+    if not getattr(setup.task, "packs", False):
+        pytest.skip("its rows are not documents")
+    recipe = setup.task.recipe
+    data = recipe.data.model_copy(update={"padding_free": True})
+    flat = type(setup.task)(recipe.model_copy(update={"data": data}), setup.task.options)
+    rows = [setup.rows[0, index][0] | {"training": True} for index in range(5)]
+    model: Any = flat.load_model({}, dtype=torch.float32)[0]
+    flat.finish_model(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    batch, padded = flat.collate(rows), setup.batch(*range(5))
+    assert batch["input_ids"].shape == (1, sum(len(row["input_ids"]) for row in rows))
+    assert flat.count(batch) == setup.task.count(padded)
+    found, wanted = flat.loss(model, batch), setup.task.loss(setup.model, padded)
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    found.backward()
+    wanted.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), setup.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=name)
+    setup.model.zero_grad()
+    assert reaches_the_next_document(model, rows, flat, [0, -1]), "boundaries that are ignored must show"
+    assert not reaches_the_next_document(model, rows, flat, slice(None))
+
+
+def reaches_the_next_document(model: Any, rows: list[Any], task: Any, bounds: Any) -> bool:
+    """Say whether other tokens in the first document change what is said of those after it, in the last bit even."""
+    other = rows[0] | {"input_ids": [5] * len(rows[0]["input_ids"])}
+    found = []
+    for documents in (rows, [other, *rows[1:]]):
+        batch = task.collate(documents)
+        batch["attention_mask"] = batch["attention_mask"][..., bounds]
+        with torch.no_grad():
+            found.append(model(**batch)["nll"][batch["positions"] >= len(rows[0]["input_ids"])])
+    return not torch.equal(*found)
 
 
 def test_every_trained_parameter_gets_a_gradient(setup: Setup) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcli.loaders import Rows
-from ftcli.sampling import PADDING, EvalOrder, TrainOrder, digest, epoch_order, held_out, seed_of
+from ftcli.sampling import PADDING, EvalOrder, TrainOrder, digest, epoch_order, group_by_length, held_out, seed_of
 
 SIZES = st.sampled_from([(8, 1, 1), (8, 2, 1), (8, 4, 2), (8, 8, 1), (8, 2, 4), (12, 3, 2), (12, 1, 12)])
 
@@ -65,7 +65,11 @@ def test_starting_a_million_samples_in_reads_no_row_before() -> None:
     began = time.perf_counter()
     batch = next(iter(DataLoader(rows, batch_sampler=order, collate_fn=list)))  # type: ignore[arg-type]
     assert time.perf_counter() - began < 5
-    assert Counted.read == [row["id"] for row in batch] == list(epoch_order(3_000_000, 0, 0)[1_000_000:1_000_004])
+    assert (
+        Counted.read
+        == [document["id"] for row in batch for document in row]
+        == list(epoch_order(3_000_000, 0, 0)[1_000_000:1_000_004])
+    )
 
 
 @given(st.integers(1, 60), SIZES, st.integers(0, 3))
@@ -132,3 +136,32 @@ def test_held_out_rows_are_disjoint_and_complete() -> None:
 
 def test_a_seed_depends_on_every_part_and_their_order() -> None:
     assert len({seed_of(0, 1, 2), seed_of(0, 2, 1), seed_of(1, 0, 2), seed_of(0, 1, 3), seed_of(0, 1)}) == 5
+
+
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=90), st.integers(1, 8), st.integers(0, 3))
+def test_length_grouping_moves_rows_within_an_epoch_and_leaves_its_tail(
+    drawn: list[int], global_size: int, seed: int
+) -> None:
+    lengths = np.array(drawn, dtype=np.int64)
+    plain = epoch_order(len(lengths), seed, 1)
+    grouped = group_by_length(plain, lengths, global_size, seed, 1)
+    whole = len(lengths) // global_size * global_size
+    assert sorted(grouped) == sorted(plain)
+    assert grouped[whole:].tolist() == plain[whole:].tolist()
+    assert grouped.tolist() == group_by_length(plain, lengths, global_size, seed, 1).tolist()
+
+
+def test_length_grouping_gives_the_same_steps_for_any_micro_size_and_little_padding() -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, 4000)
+    common = {"global_size": 16, "seed": 3, "first_step": 0, "steps": 300, "steps_per_epoch": 250}
+    orders = [TrainOrder(4000, micro_size=micro, lengths=lengths, **common) for micro in (1, 4, 16)]
+    steps = [[step_rows(order, number) for number in (0, 7, 249, 250, 299)] for order in orders]
+    assert steps[0] == steps[1] == steps[2]
+
+    def padding(order: TrainOrder) -> float:
+        rows = [lengths[[index for _, index in batch]] for batch in order]
+        return 1 - sum(int(row.sum()) for row in rows) / sum(len(row) * int(row.max()) for row in rows)
+
+    assert padding(orders[2]) < 0.05 < 0.4 < padding(TrainOrder(4000, micro_size=16, **common))
+    heads = [lengths[step_rows(orders[2], number)].mean() for number in range(250)]
+    assert 100 < np.mean(heads[:50]) < 400  # long and short steps are mixed

@@ -1,0 +1,107 @@
+"""Documents laid end to end give the logits that each gives by itself, in every architecture that is offered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ftcli.attention import ARCHITECTURES, NAME, confine_to_documents, document_bounds
+
+LENGTHS = [7, 1, 12, 3, 9]  # windows of the models below are 4: shorter than most, longer than some
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,  # so that attention is far from uniform
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4},
+    "mixtral": {"sliding_window": 4, "num_local_experts": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, **MIXED},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 4, "head_dim": 8, **MIXED},
+    "qwen3_moe": {**EXPERTS, "head_dim": 8},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 4, "attn_logit_softcapping": 2.0, **MIXED},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 4, **MIXED},
+    "phi3": {"sliding_window": 4},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64},
+    "smollm3": {"no_rope_layers": [1, 1, 0], "use_sliding_window": True, "sliding_window": 4, **MIXED},
+    "olmo3": {"sliding_window": 4, **MIXED},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2, **MIXED},
+    "starcoder2": {"sliding_window": 4},
+    "cohere2": {"sliding_window": 4, "head_dim": 8, **MIXED},
+    "glm4": {"head_dim": 8},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
+}
+
+
+def tiny(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZES, **EXTRAS.get(kind, {})})
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # sinks, biases and norms too, which are drawn as zeros and ones
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def documents() -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 97, (length,), generator=draw) for length in LENGTHS]
+
+
+def laid_end_to_end(rows: list[torch.Tensor], lengths: list[int]) -> dict[str, Any]:
+    return {
+        "input_ids": torch.cat(rows)[None],
+        "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
+        **document_bounds(lengths, None),
+        "use_cache": False,
+    }
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_documents_in_one_row_give_the_logits_of_each_alone(kind: str) -> None:
+    model, rows = tiny(kind), documents()
+    with torch.no_grad():
+        alone = torch.cat([model(row[None], use_cache=False).logits[0] for row in rows])
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = (torch.arange(padded.shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
+        before = model(padded, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        confine_to_documents(model)
+        packed = model(**laid_end_to_end(rows, LENGTHS)).logits[0]
+        after = model(padded, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        merged = model(**laid_end_to_end(rows, [sum(LENGTHS)])).logits[0]
+    assert alone.abs().max() > 0.1
+    torch.testing.assert_close(packed, alone, atol=1e-4, rtol=0)
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=0)  # evaluation is as it was
+    assert (merged - alone).abs().max() > 1e-2, "boundaries that are ignored must show"
+    assert model.config._attn_implementation == NAME

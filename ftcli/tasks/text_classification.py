@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .labels import classification_metrics, classification_rows, label_index, survey_labels
+from ..spans import Span, decode_spans
+from .labels import classification_metrics, classification_rows, count_labels, label_index, survey_labels
 from .protocol import Batch, Row, RowError
 from .tokens import attention_mask, pad
 
@@ -36,6 +37,7 @@ class Task:
     columns: tuple[str, ...] = ("text", "label")
     auto_class = "AutoModelForSequenceClassification"
     peft_type: str | None = None
+    answer_columns: tuple[str, ...] = ("target",)
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ..models import load_tokenizer
@@ -57,6 +59,14 @@ class Task:
             raise RowError("has no text")
         ids = self.tokenizer(row["text"], truncation=True, max_length=self.recipe.data.max_length)["input_ids"]
         return {"input_ids": ids, "target": label_index(row["label"], facts["labels"]), "items": 1}
+
+    def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
+        """Return the text's spans, and its label."""
+        return decode_spans(self.tokenizer, row["input_ids"]), {"label": facts["labels"][row["target"]]}
+
+    def count_answers(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, int]:
+        """Return how many rows have each label."""
+        return count_labels(rows, facts["labels"])
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the model with a head of C labels."""

@@ -39,7 +39,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Measures:
-    """One value per row [N]. Hashes have 64 bits: among a million rows two share one by chance in 1 of 4e7 data sets."""
+    """One value per row [N]. Hashes have 64 bits: among a million rows two share one by chance once in 4e7 sets."""
 
     whole: NDArray[np.uint64]  # hash of all that a row holds
     prompt: NDArray[np.uint64]  # hash of what the model is given before the answer

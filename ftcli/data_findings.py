@@ -78,14 +78,12 @@ def _copies(train: Measures) -> Iterator[Finding]:
 def _length(prepared: Prepared, values: dict[str, Any]) -> Iterator[Finding]:
     limit = prepared.recipe.data.max_length
     counts = values.get("counts", {})
-    cut = sum(number for name, number in counts.items() if name in ("truncated", "split", "dropped"))
-    whole = values["rows"]
-    if not counts:
-        cut = values.get("at_max_length", 0)
+    cut = sum(counts.get(name, 0) for name in ("cut", "dropped", "split")) or values.get("at_max_length", 0)
+    whole = max(values["rows"], cut)
     if cut > MOSTLY_CUT * whole:
         yield Finding(
             "warning",
-            f"{share(cut, whole)} are longer than data.max_length {limit} or just as long",
+            f"{share(cut, whole)} do not fit data.max_length {limit}",
             f"raise data.max_length, if memory allows: the longest prepared row has {values['lengths']['max']} tokens",
         )
 

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from .assets import cache_root
 from .errors import EXIT_DONE, EXIT_INPUT
+from .sampling import PADDING, TrainOrder, epoch_order
 
 if TYPE_CHECKING:
     from .cache import PreparedRows
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from .recipe import Recipe
     from .row_statistics import Measures
     from .tasks.protocol import Task
+
+COUNTED = ("cut", "dropped", "split", "untrained", "bad")  # what may become of a raw row, as meta.json names it
 
 
 @dataclass(frozen=True)
@@ -110,17 +115,16 @@ def survey(prepared: Prepared) -> Survey:
 def _of_split(prepared: Prepared, name: str, rows: Any, found: Measures) -> dict[str, Any]:
     from .row_statistics import count_duplicates, histogram, percentiles
 
-    data = prepared.recipe.data
-    sources = data.train if name == "train" or data.eval is None else data.eval
+    limit = prepared.recipe.data.max_length
     values: dict[str, Any] = {"rows": len(found), **_tokens(rows, found), "sources": {}}
-    for index, label in enumerate(source_names(sources)):
+    for index, label in enumerate(source_names(prepared, name)):
         of_it = found.source == index
         values["sources"][label] = {"rows": int(of_it.sum()), **_tokens(rows, found, of_it)}
     repeated, _ = count_duplicates(found)
     values["duplicates"] = repeated
     if "input_ids" in rows.column_names:
         values |= {"lengths": percentiles(found.length), "histogram": histogram(found.length)}
-        values["at_max_length"] = int((found.length >= data.max_length).sum())
+        values["at_max_length"] = int((found.length >= limit).sum())
     if counts := stored_counts(prepared.rows, name):
         values["counts"] = counts
     if hasattr(prepared.task, "count_answers"):
@@ -140,23 +144,51 @@ def _tokens(rows: Any, found: Measures, where: Any = slice(None)) -> dict[str, A
 
 def _of_epoch(prepared: Prepared, found: Measures) -> dict[str, Any]:
     """Return what one pass over the rows is on one process: steps, rows that are left over, padding, packing."""
-    from .planning import derive_batches, derive_steps
+    from .planning import derive_batches
     from .row_statistics import padding_share
 
-    recipe, bins = prepared.recipe, packed_bins(prepared.rows)
+    recipe, bins, order = prepared.recipe, packed_bins(prepared.rows), first_epoch(prepared)
     units = len(found) if bins is None else len(bins)
-    size = recipe.batch.global_size
-    steps, _ = derive_steps(recipe.train, units, size, drop_last=recipe.data.drop_last)
-    micro, _ = derive_batches(size, recipe.batch.micro_size, 1)
-    values: dict[str, Any] = {"steps": steps, "left_over": units % size if recipe.data.drop_last else 0}
+    values: dict[str, Any] = {"steps": len(order), "left_over": units - int((order != PADDING).sum())}
     if not found.length.any():
         return values
-    values["padding_share"] = round(padding_share(found.length, micro, recipe.seed), 4)
-    values["micro_size"] = micro
+    micro, _ = derive_batches(recipe.batch.global_size, recipe.batch.micro_size, 1)
+    alone = order[order != PADDING] if bins is None else epoch_order(len(found), recipe.seed, 0)
+    values |= {"padding_share": round(padding_share(found.length[alone], micro), 4), "micro_size": micro}
+    values["is_padded"] = bins is None and not getattr(recipe.data, "padding_free", False)
     if bins is not None:
         fill = float(found.length.sum()) / (len(bins) * recipe.data.max_length)
         values |= {"bins": len(bins), "fill": round(fill, 4)}
     return values
+
+
+def epoch_and_run(prepared: Prepared) -> tuple[int, int]:
+    """Return (steps of an epoch, steps of the run); raises `InputError` when rows do not make one step."""
+    from .planning import derive_steps
+
+    recipe, bins = prepared.recipe, packed_bins(prepared.rows)
+    units = len(prepared.rows.train) if bins is None else len(bins)
+    found = derive_steps(recipe.train, units, recipe.batch.global_size, drop_last=recipe.data.drop_last)
+    assert found[0] is not None and found[1] is not None  # rows are known
+    return found[0], found[1]
+
+
+def first_epoch(prepared: Prepared) -> NDArray[np.int64]:
+    """Return the rows of each step of the first epoch [steps, rows per step], as the loader of a run orders them."""
+    recipe, rows, bins = prepared.recipe, prepared.rows, packed_bins(prepared.rows)
+    size, (steps, _) = recipe.batch.global_size, epoch_and_run(prepared)
+    lengths = getattr(rows, "lengths", None)
+    order = TrainOrder(
+        len(rows.train) if bins is None else len(bins),
+        global_size=size,
+        micro_size=size,
+        seed=recipe.seed,
+        first_step=0,
+        steps=steps,
+        steps_per_epoch=steps,
+        **({} if lengths is None else {"lengths": lengths}),
+    )
+    return np.array([[index for _, index in step] for step in order], np.int64)
 
 
 def _overlap(measures: dict[str, Measures]) -> dict[str, Any]:
@@ -166,11 +198,13 @@ def _overlap(measures: dict[str, Measures]) -> dict[str, Any]:
     return {"exact": exact, "same_prompt": prompt}
 
 
-def source_names(sources: Any) -> list[str]:
-    """Return how reports call the sources of a split, one or several; names that occur twice are numbered."""
-    several = sources if isinstance(sources, list) else [sources]
-    names = [getattr(source, "label", None) or source.path for source in several]
-    return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+def source_names(prepared: Prepared, split: str) -> list[str]:
+    """Return what the sources of a split are called, one or several, by the number that rows hold as `source`."""
+    if found := getattr(prepared.rows, "labels", {}).get(split):
+        return list(found)
+    data = prepared.recipe.data
+    sources = data.train if split == "train" or data.eval is None else data.eval
+    return [source.path for source in (sources if isinstance(sources, list) else [sources])]
 
 
 def packed_bins(rows: PreparedRows) -> Any:
@@ -179,10 +213,14 @@ def packed_bins(rows: PreparedRows) -> Any:
 
 
 def stored_counts(rows: PreparedRows, split: str) -> dict[str, int]:
-    """Return what was counted when rows were prepared (cut, split, dropped), where it was."""
-    counts = getattr(rows, "counts", None) or {}
-    found = counts.get(split, {})
-    return {name: value for name, value in found.items() if isinstance(value, int) and value}
+    """Return what became of a split's raw rows when they were prepared, such as {"cut": 3}; empty where unknown."""
+    meta = json.loads((cache_root() / "rows" / rows.fingerprint / "meta.json").read_text())
+    found: dict[str, int] = {}
+    for part in meta.get("counts", []):
+        for name in COUNTED:
+            if part["split"] == split and (number := part.get(name, 0)):
+                found[name] = found.get(name, 0) + (len(number) if isinstance(number, list) else number)
+    return found
 
 
 def _generation_ends(recipe: Recipe) -> list[int]:

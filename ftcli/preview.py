@@ -16,8 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .data_survey import Prepared, Survey, packed_bins, prepare_data, source_names, survey
+from .data_survey import (
+    Prepared,
+    Survey,
+    epoch_and_run,
+    first_epoch,
+    packed_bins,
+    prepare_data,
+    source_names,
+    survey,
+)
 from .errors import InputError
+from .sampling import PADDING
 from .spans import Span, decode_spans, shorten
 
 if TYPE_CHECKING:
@@ -101,18 +111,15 @@ def preview_data(
 
 def _order(prepared: Prepared) -> Iterator[tuple[int, int | None]]:
     """Yield (index of a training row, step) in the order of the first epoch; without a step: rows that it leaves."""
-    from .planning import derive_steps
-    from .sampling import epoch_order
-
-    recipe, rows, bins = prepared.recipe, prepared.rows.train, packed_bins(prepared.rows)
-    units, size = len(rows) if bins is None else len(bins), recipe.batch.global_size
-    of_epoch, of_run = derive_steps(recipe.train, units, size, drop_last=recipe.data.drop_last)
-    assert of_epoch is not None and of_run is not None
-    steps = min(of_epoch, of_run)
-    for place, unit in enumerate(epoch_order(units, recipe.seed, 0)):
-        step = place // size + 1
-        for index in [unit] if bins is None else bins[int(unit)]:
-            yield int(index), step if step <= steps else None
+    rows, bins, order = prepared.rows.train, packed_bins(prepared.rows), first_epoch(prepared)
+    _, of_run = epoch_and_run(prepared)
+    units = len(rows) if bins is None else len(bins)
+    left = np.setdiff1d(np.arange(units), order)
+    for step, window in enumerate([*order, left], start=1):
+        is_trained = step <= min(len(order), of_run)
+        for unit in window[window != PADDING]:
+            for index in [unit] if bins is None else bins[int(unit)]:
+                yield int(index), step if is_trained else None
 
 
 def _numbered(prepared: Prepared, number: int) -> list[tuple[int, int | None]]:
@@ -133,7 +140,7 @@ def _show(prepared: Prepared, index: int, step: int | None, *, full: bool) -> Sh
     row = prepared.rows.train[index]
     spans, facts = describe(prepared.task, row, prepared.rows.facts)
     short = shorten(spans, None if full else SHORT)
-    names, source = source_names(prepared.recipe.data.train), int(row.get("source", 0))
+    names, source = source_names(prepared, "train"), int(row.get("source", 0))
     return ShownRow(
         source=names[source],
         number=int(row.get("row", row["id"])) + 1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,13 +23,21 @@ RESET = "\x1b[0m"
 BOLD, RED, YELLOW, DIM = "1", "31", "33", "2"
 TRAINED, SPECIAL = "1;32", "36"  # green and bold: also without telling green from other colours
 LONGEST_BAR = 50
+PLAIN = 80  # columns of what is no terminal
+COUNTED = {
+    "cut": "cut off at the end",
+    "dropped": "left out, too long",
+    "split": "split, too long",
+    "untrained": "left out, untrained",
+    "bad": "left out, unusable",
+}
 
 
 @dataclass(frozen=True)
 class Style:
-    """How text is drawn: `width` in columns, colours or brackets, and whether letters beyond ASCII may be used."""
+    """How text is drawn: columns (None: no terminal), colours or brackets, and whether it may leave ASCII."""
 
-    width: int = 80
+    width: int | None = None
     colour: bool = False
     unicode: bool = True
 
@@ -38,7 +47,7 @@ class Style:
         is_terminal = stream.isatty()
         colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         unicode = (stream.encoding or "").lower().replace("-", "").startswith("utf")
-        return cls(shutil.get_terminal_size().columns if is_terminal else 80, colour, unicode)
+        return cls(shutil.get_terminal_size().columns if is_terminal else None, colour, unicode)
 
     def paint(self, text: str, code: str) -> str:
         """Return text in a colour; each line by itself, so that a pager may cut anywhere between lines."""
@@ -66,11 +75,20 @@ def draw_findings(findings: Sequence[Finding], style: Style) -> list[str]:
     colours = {"error": RED, "warning": YELLOW, "note": ""}
     lines = []
     for finding in findings:
-        head = style.paint(f"{finding.level}:", colours[finding.level])
-        lines.append(f"{head} {style.safe(visible(finding.what))}")
-        if finding.hint:
-            lines.append(style.safe(visible(f"    {finding.hint}")))
+        head, *rest = _wrapped(f"{finding.level}: {finding.what}", style)
+        level = f"{finding.level}:"
+        lines += [style.paint(level, colours[finding.level]) + head.removeprefix(level), *rest]
+        lines += _wrapped(f"    {finding.hint}", style) if finding.hint else []
     return [*lines, ""] if lines else []
+
+
+def _wrapped(text: str, style: Style) -> list[str]:
+    """Return text in lines no wider than a terminal; what is no terminal gets one line, for grep."""
+    safe = style.safe(visible(text))
+    if style.width is None:
+        return [safe]
+    indent = " " * (len(safe) - len(safe.lstrip()))
+    return textwrap.wrap(safe, style.width, subsequent_indent=indent or "  ", break_on_hyphens=False)
 
 
 def draw_rows(rows: Sequence[ShownRow], style: Style, *, ids: bool) -> list[str]:
@@ -139,7 +157,7 @@ def _draw_ids(spans: Sequence[Span], style: Style) -> list[str]:
         text = visible(span.text).replace("\n", "\\n").replace('"', '\\"')
         plain = style.safe(f'"{text}" {"+".join(map(str, span.ids))}')
         entry = f"{start}{plain}{end}" if span.is_trained else plain
-        if line and used + 2 + len(entry) > style.width - 4:
+        if line and used + 2 + len(entry) > (style.width or PLAIN) - 4:
             lines.append(f"    {line}")
             line, used = "", 0
         line += ("  " if line else "") + style.paint(entry, _code(span))
@@ -167,52 +185,56 @@ def draw_statistics(statistics: dict[str, Any], style: Style) -> list[str]:
 
 def split_facts(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, value) of each fact of a split, for any drawing."""
-    facts = [("rows", f"{values['rows']}")]
+    facts = [("rows", f"{values['rows']:,}")]
     if "tokens" in values:
-        facts.append(("tokens", _amount(values)))
+        facts.append(("tokens", _tokens(values)))
     if len(values["sources"]) > 1:
         facts += [(f"of {label}", _source(of)) for label, of in values["sources"].items()]
     if "lengths" in values:
-        facts.append(("lengths", ", ".join(f"{name} {value}" for name, value in values["lengths"].items())))
-        facts.append(("at data.max_length", f"{values['at_max_length']} rows, cut or just fitting"))
-    facts += [(name.replace("_", " "), f"{count} rows") for name, count in values.get("counts", {}).items()]
-    facts.append(("exact duplicates", f"{values['duplicates']} rows repeat an earlier one"))
+        facts.append(("lengths", ", ".join(f"{name} {value:,}" for name, value in values["lengths"].items())))
+        facts.append(("at data.max_length", f"{count_rows(values['at_max_length'])}, cut or just fitting"))
+    facts += [(COUNTED[name], f"{count_rows(count)} of the source") for name, count in values.get("counts", {}).items()]
+    facts.append(("exact duplicates", f"{count_rows(values['duplicates'])}, counted without the first of each"))
     if "overlap" in values:
-        found = values["overlap"]
-        facts.append(("also trained on", f"{found['exact']} rows"))
-        facts.append(("same prompt", f"{found['same_prompt']} rows have a training row's prompt and another answer"))
+        facts.append(("also trained on", count_rows(values["overlap"]["exact"])))
+        facts.append(("same prompt", f"{count_rows(values['overlap']['same_prompt'])}, trained on with another answer"))
     if "epoch" in values:
         facts += _epoch_facts(values["epoch"])
     return facts
 
 
+def count_rows(count: int) -> str:
+    """Return "1 row", "2 rows"."""
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
 def _epoch_facts(epoch: dict[str, Any]) -> list[tuple[str, str]]:
-    unit = "bins" if "bins" in epoch else "rows"
-    facts = [("an epoch", f"{epoch['steps']} steps, {epoch['left_over']} {unit} left over")]
+    unit = ("packed row" if "bins" in epoch else "row") + ("" if epoch["left_over"] == 1 else "s")
+    facts = [("an epoch", f"{epoch['steps']:,} steps, {epoch['left_over']:,} {unit} left over")]
     if "bins" in epoch:
-        facts.append(("packing", f"{epoch['bins']} bins, {100 * epoch['fill']:.1f} % filled"))
+        facts.append(("packing", f"{epoch['bins']:,} packed rows, {100 * epoch['fill']:.1f} % full"))
     if "padding_share" in epoch:
         what = f"{100 * epoch['padding_share']:.1f} % in micro-batches of {epoch['micro_size']}"
-        facts.append(("padding", what + (" without packing" if "bins" in epoch else "")))
+        facts.append(("padding", what if epoch["is_padded"] else f"none; {what} if each row were padded"))
     return facts
 
 
-def _amount(values: dict[str, Any]) -> str:
-    if "trained_tokens" not in values:
-        return f"{values['tokens']}"
-    return f"{values['tokens']}, {values['trained_tokens']} trained ({100 * values['trained_share']:.1f} %)"
-
-
 def _source(values: dict[str, Any]) -> str:
-    return f"{values['rows']} rows" + (f", tokens {_amount(values)}" if "tokens" in values else "")
+    return count_rows(values["rows"]) + (f", tokens {_tokens(values)}" if "tokens" in values else "")
+
+
+def _tokens(values: dict[str, Any]) -> str:
+    if "trained_tokens" not in values:
+        return f"{values['tokens']:,}"
+    return f"{values['tokens']:,}, {values['trained_tokens']:,} trained ({100 * values['trained_share']:.1f} %)"
 
 
 def _draw_bars(bars: Sequence[tuple[str, int]], style: Style) -> list[str]:
     names = [style.safe(visible(name)) for name, _ in bars]
-    name_width = min(max(len(name) for name in names), style.width // 3)
+    name_width = min(max(len(name) for name in names), (style.width or PLAIN) // 3)
     most = max(max(count for _, count in bars), 1)
     count_width = len(str(most))
-    room = max(min(LONGEST_BAR, style.width - name_width - count_width - 8), 10)
+    room = max(min(LONGEST_BAR, (style.width or PLAIN) - name_width - count_width - 8), 10)
     mark = "█" if style.unicode else "#"
     lines = []
     for name, (_, count) in zip(names, bars, strict=True):

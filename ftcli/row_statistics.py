@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .sampling import epoch_order, mix
+from .sampling import mix
 from .spans import special_ids
 
 if TYPE_CHECKING:
@@ -204,20 +204,25 @@ def percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:
 
 
 def histogram(lengths: NDArray[np.int64], bars: int = 12) -> list[tuple[int, int, int]]:
-    """Return (shortest, longest, rows) of each bar, in tokens, both inclusive; widths are 1, 2 or 5 times 10^k."""
+    """Return (shortest, longest, rows) of each bar, in tokens, both inclusive.
+
+    Bars are 1, 2 or 5 times 10^k wide; where few rows are far longer than most, each is twice as wide as the last.
+    """
     low, high = int(lengths.min()), int(lengths.max())
-    widths = (unit * 10**k for k in range(18) for unit in (1, 2, 5))
-    width = next(width for width in widths if high // width - low // width < bars)
-    first = low // width
-    counts = np.bincount(lengths // width - first)
-    return [((first + i) * width, (first + i + 1) * width - 1, int(rows)) for i, rows in enumerate(counts)]
+    if high > 10 * np.median(lengths):
+        edges = [0] + [2**k + 1 for k in range(high.bit_length() + 1) if 2 ** (k + 1) >= low]
+    else:
+        widths = (unit * 10**k for k in range(18) for unit in (1, 2, 5))
+        width = next(width for width in widths if high // width - low // width < bars)
+        edges = list(range(low // width * width, high + width + 1, width))
+    counts, _ = np.histogram(lengths, bins=edges)
+    return [(edges[i], edges[i + 1] - 1, int(rows)) for i, rows in enumerate(counts) if i or rows]
 
 
-def padding_share(lengths: NDArray[np.int64], micro_size: int, seed: int) -> float:
-    """Return the share of padding in the micro-batches of the first epoch, rows of a batch as long as its longest."""
-    ordered = lengths[epoch_order(len(lengths), seed, 0)]
-    whole = len(ordered) // micro_size * micro_size
+def padding_share(lengths: NDArray[np.int64], micro_size: int) -> float:
+    """Return the share of padding in micro-batches of rows in this order, each row as long as its batch's longest."""
+    whole = len(lengths) // micro_size * micro_size
     if whole == 0:
         return 0.0
-    batches = ordered[:whole].reshape(-1, micro_size)
+    batches = lengths[:whole].reshape(-1, micro_size)
     return float(1 - batches.sum() / (batches.max(axis=1).sum() * micro_size))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .loop import steps as steps
     from .parity import compare_profiles as compare_profiles
     from .planning import check as check
+    from .preview import preview_data as preview_data
     from .recipe_file import load_recipe as load_recipe
     from .run import prepare as prepare
     from .run_folder import RunFolder as RunFolder
@@ -36,6 +37,7 @@ _HOMES = {
     "generate": "generation",
     "load_recipe": "recipe_file",
     "prepare": "run",
+    "preview_data": "preview",
     "steps": "loop",
     "train": "launcher",
 }
@@ -51,6 +53,7 @@ __all__ = [
     "generate",
     "load_recipe",
     "prepare",
+    "preview_data",
     "steps",
     "train",
 ]

@@ -118,13 +118,45 @@ def check(
     num_processes: ProcessesOption = None,
     cpu: CpuOption = False,
     set_: SetOption = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="Prepare the rows and check them too; loads a tokenizer, no model.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Validate recipe and profile, print the plan."""
     from . import planning
 
-    report = planning.check(recipe, profile, num_processes=num_processes, cpu=cpu, overrides=set_ or ())
+    report = planning.check(recipe, profile, num_processes=num_processes, cpu=cpu, overrides=set_ or (), data=data)
     print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def preview(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    rows: Annotated[
+        int, typer.Option("--rows", metavar="N", min=0, help="Rows to show, the first that are trained on.")
+    ] = 3,
+    row: Annotated[
+        int | None, typer.Option("--row", metavar="K", min=1, help="Show row K of the source instead, from 1.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show long rows whole.")] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Show token ids below each row.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead, and print its name.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show rows as the model is trained on them."""
+    from . import preview as module
+    from .preview_text import Style
+
+    found = module.preview_data(recipe, rows=rows, row=row, full=full, overrides=set_ or ())
+    if html is not None:
+        html.write_text(found.as_page(), encoding="utf-8")
+    shown = json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(found.lines(Style.of(sys.stdout), ids=ids))
+    print(html if html is not None else shown)
 
 
 @app.command()

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError, Problem
+from .errors import EXIT_DONE, InputError, Problem
 
 if TYPE_CHECKING:
+    from .data_survey import Survey
     from .recipe import Recipe, Train
 
 
@@ -177,6 +178,12 @@ class Report:
     plan: Plan
     facts: dict[str, Any]
     notes: list[str]
+    data: Survey | None = None  # of the prepared rows, where it was asked for
+
+    @property
+    def exit_code(self) -> int:
+        """Return 2 when something is wrong with the rows that no one can mean, else 0."""
+        return EXIT_DONE if self.data is None else self.data.exit_code
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for `--json`."""
@@ -186,6 +193,7 @@ class Report:
             "plan": asdict(self.plan),
             **self.facts,
             "notes": self.notes,
+            **({} if self.data is None else {"data": self.data.as_dict()}),
         }
 
     def lines(self) -> list[str]:
@@ -204,7 +212,8 @@ class Report:
             **self.facts,
         }
         width = max(len(name) for name in rows)
-        return [f"{name:<{width}}  {value}" for name, value in rows.items()] + [f"note: {note}" for note in self.notes]
+        told = [f"{name:<{width}}  {value}" for name, value in rows.items()] + [f"note: {note}" for note in self.notes]
+        return told if self.data is None else [*told, "", *self.data.lines()]
 
 
 def check(
@@ -214,8 +223,11 @@ def check(
     num_processes: int | None = None,
     cpu: bool = False,
     overrides: Sequence[str] = (),
+    data: bool = False,
 ) -> Report:
     """Validate a recipe with a profile and return the derived plan; loads no model and never imports torch.
+
+    With `data` the rows are prepared and checked too, which loads the tokenizer, and torch with it.
 
     Raises `InputError` with every problem found in the recipe, the profile and their pairing, and for data or a
     model that is not there.
@@ -231,6 +243,7 @@ def check(
     if problems := check_trackers(loaded) + ([] if chosen is None else check_pair(loaded, chosen)):
         raise InputError(problems)
     check_inputs(loaded)
+    survey = _survey(path, overrides) if data else None
     counts = known_rows(loaded)
     machines = 1 if chosen is None else chosen.num_machines
     world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines)
@@ -245,7 +258,13 @@ def check(
     ]
     if chosen is None:
         notes.append("no profile: trains in one process, on the GPU if there is one")
-    return Report(str(path), "none" if chosen is None else chosen.name, plan, facts, notes)
+    return Report(str(path), "none" if chosen is None else chosen.name, plan, facts, notes, survey)
+
+
+def _survey(recipe: Path, overrides: Sequence[str]) -> Survey:
+    from .data_survey import survey_data
+
+    return survey_data(recipe, overrides=overrides)
 
 
 def _size_facts(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str, Any], list[str]]:

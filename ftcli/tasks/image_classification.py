@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
 from ..sampling import seed_of
-from .labels import classification_metrics, classification_rows, label_index, survey_labels
+from .labels import classification_metrics, classification_rows, count_labels, label_index, survey_labels
 from .protocol import Batch, Row, RowError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..recipe import Recipe
+    from ..spans import Span
 
 
 class Options(BaseModel):
@@ -46,6 +47,7 @@ class Task:
     columns: tuple[str, ...] = ("image", "label")
     auto_class = "AutoModelForImageClassification"
     peft_type: str | None = None
+    answer_columns: tuple[str, ...] = ("target",)
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ..models import load_image_processor
@@ -68,6 +70,17 @@ class Task:
         path, data = _reference(row["image"])
         _open(path, data).close()
         return [{"path": path, "bytes": data, "target": label_index(row["label"], facts["labels"]), "items": 1}]
+
+    def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
+        """Return no text but where the image is, its size, and its label."""
+        with _open(row["path"], row["bytes"]) as image:
+            size = f"{image.width} x {image.height} pixels, {image.mode}"
+        place = f"{len(row['bytes'])} bytes" if row["path"] is None else row["path"]
+        return [], {"image": place, "size": size, "label": facts["labels"][row["target"]]}
+
+    def count_answers(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, int]:
+        """Return how many rows have each label."""
+        return count_labels(rows, facts["labels"])
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the model with a head of C labels."""

@@ -44,6 +44,14 @@ def label_index(label: Any, labels: list[str]) -> int:
     return labels.index(str(label))
 
 
+def count_labels(rows: Dataset, labels: list[str]) -> dict[str, int]:
+    """Return how many prepared rows have each label, in the order of the labels."""
+    import numpy as np
+
+    counts = np.bincount(np.asarray(rows.with_format("numpy")["target"][:]), minlength=len(labels))
+    return dict(zip(labels, counts.tolist(), strict=True))
+
+
 def classification_rows(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Return loss, items, target, prediction `[B]` of `logits [B, C]`."""
     from ..losses import cross_entropy_rows

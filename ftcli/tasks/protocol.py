@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..recipe import Recipe
+    from ..spans import Span
 
 Batch = dict[str, Any]
 Row = dict[str, Any]
@@ -85,3 +86,16 @@ class Task(Protocol):
 
     def probe(self, batch: Batch) -> Batch:
         """Return the part of a batch that the plain transformers model takes to give logits."""
+
+
+class Showing(Protocol):
+    """What a task may have besides, for `ftcli preview`; without it rows are shown by their tokens or columns."""
+
+    tokenizer: Any  # of a task whose rows have input_ids
+    answer_columns: tuple[str, ...]  # columns of a prepared row that the model is not given: the label
+
+    def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
+        """Return (spans of the text, further facts by name) of a prepared row."""
+
+    def count_answers(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, int]:
+        """Return how many rows have each answer that there is; with an answer that no row has."""

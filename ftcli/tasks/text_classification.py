@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
-from .labels import classification_metrics, classification_rows, label_index, survey_labels
+from ..spans import Span, decode_spans
+from .labels import classification_metrics, classification_rows, count_labels, label_index, survey_labels
 from .protocol import Batch, Row, RowError
 from .tokens import attention_mask, pad
 
@@ -37,6 +38,7 @@ class Task:
     columns: tuple[str, ...] = ("text", "label")
     auto_class = "AutoModelForSequenceClassification"
     peft_type: str | None = None
+    answer_columns: tuple[str, ...] = ("target",)
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ..models import load_tokenizer
@@ -67,6 +69,14 @@ class Task:
             return []
         ids = self.tokenizer(row["text"], truncation=True, max_length=length)["input_ids"]
         return [{"input_ids": ids, "target": target, "items": 1, "cut": True}]
+
+    def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
+        """Return the text's spans, and its label."""
+        return decode_spans(self.tokenizer, row["input_ids"]), {"label": facts["labels"][row["target"]]}
+
+    def count_answers(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, int]:
+        """Return how many rows have each label."""
+        return count_labels(rows, facts["labels"])
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the model with a head of C labels."""

@@ -130,8 +130,10 @@ def check_trackers(recipe: Recipe) -> list[Problem]:
 
 def check_inputs(recipe: Recipe) -> None:
     """Look at what the recipe reads on this machine; raises `InputError` for a model or data that is not there."""
+    from .prompts import prompts_of
     from .rows import check_source, model_folder
 
+    prompts_of(recipe.evaluate.generate)
     model_folder(recipe.model.name)
     for source in (recipe.data.train, recipe.data.eval):
         if source is not None:

@@ -71,3 +71,15 @@ class Task(Protocol):
 
     def probe(self, batch: Batch) -> Batch:
         """Return the part of a batch that the plain transformers model takes to give logits."""
+
+
+class Writes(Protocol):
+    """What a task has besides when its model writes text: prompts can then be answered, in a run and after it."""
+
+    tokenizer: Any
+
+    def encode_prompt(self, asked: str | list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a prompt (text, or messages) up to where the answer begins.
+
+        Raises `InputError` for one that the model cannot be given.
+        """

@@ -22,6 +22,7 @@ COMMANDS = [
     "evaluate",
     "export",
     "generate",
+    "chat",
     "show",
     "schema",
     "quickstart",

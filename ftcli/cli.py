@@ -42,6 +42,23 @@ AccelerateArguments = Annotated[
     typer.Argument(metavar="ACCELERATE_ARGUMENT", help="After --: passed on to `accelerate launch`."),
 ]
 
+TextModelArgument = Annotated[
+    str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="Run, checkpoint or model folder, or hub name.")
+]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="A system turn before each conversation.")
+]
+MaxNewTokensOption = Annotated[
+    int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
+]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", metavar="T", min=0, help="0: the likeliest token; above: drawn.")
+]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", metavar="P", min=0, max=1, help="Draw from this share of the probability.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Seeds what is drawn.")]
+
 TRAIN_CODES = (
     "SIGINT, SIGTERM and SIGUSR1 end the run after the current step with a checkpoint, a second one at once. "
     "Exit codes: 0 done; 2 the input is wrong; 75 stopped by a signal or train.max_minutes, --resume auto goes on; "
@@ -284,17 +301,69 @@ def export(
 
 @app.command()
 def generate(
-    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Run folder, model folder or hub name.")],
-    prompt: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="May be given several times.")],
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
-    ] = 128,
+    target: TextModelArgument,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="May be given several times.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="FILE", help="More prompts: .txt, one a line, or .jsonl with messages."),
+    ] = None,
+    system: SystemOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", metavar="N", min=1, help="Prompts that are answered at a time.")
+    ] = 8,
+    cpu: CpuOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each prompt.")] = False,
 ) -> None:
     """Answer prompts with a run's weights or any model."""
     from . import generation
 
-    answers = generation.generate(target, prompt, max_new_tokens=max_new_tokens)
-    print("\n\n".join(answers))
+    asked: dict[str, Any] = {
+        "file": file,
+        "system": system,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "batch_size": batch_size,
+        "cpu": cpu,
+    }
+    if as_json:
+        for row in generation.generate_rows(target, prompt or (), **asked):
+            print(json.dumps(row, ensure_ascii=False), flush=True)
+    elif sys.stdout.isatty() and len(prompt or ()) == 1 and file is None:
+        generation.generate(target, prompt or (), stream=sys.stdout, **asked)
+    else:
+        print("\n\n".join(generation.generate(target, prompt or (), **asked)))
+
+
+@app.command()
+def chat(
+    target: TextModelArgument,
+    system: SystemOption = None,
+    max_new_tokens: MaxNewTokensOption = 512,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    cpu: CpuOption = False,
+) -> None:
+    """Talk with a run's model, or any, in the terminal."""
+    from . import conversation
+
+    conversation.converse(
+        target,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        cpu=cpu,
+    )
 
 
 @app.command()

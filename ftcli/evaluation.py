@@ -1,20 +1,37 @@
-"""Evaluation rows through the model, each counted exactly once on any number of processes.
+"""Evaluation rows through the model, each counted exactly once, and prompts answered, on any number of processes.
 
-The task says what a row's values are and what they amount to; here they are only brought together.
+The task says what a row's values are and what they amount to, and how a prompt is written; here they are only shared
+out over the ranks and brought together.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from .decoding import NOBODY, Choice, decode, end_tokens, forward_names
+from .errors import InputError
 from .faults import Stopped
+from .generation import answer_of, check_room
+from .prompts import Answer, Prompt, prompts_of
 from .sampling import PADDING
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from .recipe import Recipe
     from .run import Run
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt of evaluate.generate and its tokens."""
+
+    prompt: Prompt
+    ids: list[int]
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -55,3 +72,75 @@ def source_losses(rows: dict[str, np.ndarray], sources: np.ndarray, labels: list
     losses = np.bincount(sources, rows["loss"], len(labels))
     items = np.bincount(sources, rows["items"], len(labels))  # none in a dry run that has no row of a source
     return {f"{label}/loss": float(losses[n] / items[n]) for n, label in enumerate(labels) if items[n]}
+
+
+def encode_prompts(recipe: Recipe, task: Any) -> list[EncodedPrompt]:
+    """Return the prompts of evaluate.generate as the task writes them; raises `InputError` where it cannot."""
+    prompts = prompts_of(recipe.evaluate.generate)
+    if prompts and not hasattr(task, "encode_prompt"):
+        raise InputError(
+            f"evaluate.generate: task {recipe.task} does not generate text", hint="take evaluate.generate out"
+        )
+    return [EncodedPrompt(prompt, task.encode_prompt(prompt.asked)) for prompt in prompts]
+
+
+def check_prompts(recipe: Recipe, prompts: list[EncodedPrompt], model: nn.Module) -> None:
+    """Raise `InputError` for a prompt that leaves no room for its answer in the model."""
+    if recipe.evaluate.generate is not None:
+        check_room(model.config, [prompt.ids for prompt in prompts], recipe.evaluate.generate.max_new_tokens)
+
+
+def sample_prompts(run: Run) -> list[Answer]:
+    """Return an answer to each prompt of evaluate.generate, in order and equal on every rank; a collective.
+
+    Each rank answers every `world`-th prompt. All run as many forwards, until no rank has an open answer left: where
+    weights are sharded nobody may stop alone. The generators of training are not touched. Raises `Stopped` on all
+    ranks, after the same token, when the run was asked to stop meanwhile.
+    """
+    section, ranks, plan = run.recipe.evaluate.generate, run.hardware.ranks, run.plan
+    if section is None:
+        return []
+    choice = Choice(section.max_new_tokens, section.temperature, section.top_p, run.recipe.seed)
+    plain = run.hardware.unwrap(run.model)
+    names, ends = forward_names(plain), end_tokens(run.task.tokenizer, plain)
+    mine = list(range(ranks.rank, len(run.prompts), ranks.world))
+    most = -(-len(run.prompts) // ranks.world)  # of any rank
+    found: dict[int, list[int]] = {number: [] for number in mine}
+
+    def goes_on(here: bool) -> bool:
+        run.heart.beat("answering", run.heart.now.step)
+        is_open, stops = ranks.sum_later([int(here), int(run.stop.requested())])()
+        if stops:
+            raise Stopped
+        return is_open > 0
+
+    run.model.eval()
+    for first in range(0, most, plan.micro_size):
+        numbers = mine[first : first + plan.micro_size] or [NOBODY]
+        steps = decode(
+            run.model,
+            names,
+            [run.prompts[0].ids[:1] if number == NOBODY else run.prompts[number].ids for number in numbers],
+            choice,
+            ends=ends,
+            pad=run.task.tokenizer.pad_token_id,
+            device=run.hardware.accelerator.device,
+            numbers=numbers,
+            goes_on=goes_on,
+        )
+        for tokens in steps:
+            for number, token in zip(numbers, tokens, strict=True):
+                if token is not None:
+                    found[number].append(token)
+    every = {number: ids for part in ranks.collect(found) for number, ids in part.items()}
+    return [answer_of(run.task.tokenizer, run.prompts[number].prompt, every[number], ends) for number in sorted(every)]
+
+
+def measure_answers(answers: list[Answer]) -> dict[str, float]:
+    """Return the mean length of answers, in tokens, and the share that the model ended itself."""
+    if not answers:
+        return {}
+    return {
+        "answer_tokens": sum(answer.tokens for answer in answers) / len(answers),
+        "answers_ended": sum(answer.ended for answer in answers) / len(answers),
+    }

@@ -1,76 +1,161 @@
-"""Text from a trained run or from any causal model, on one process, with plain transformers."""
+"""`ftcli generate`: answers to prompts, and the one place where a prompt is rendered by a chat template.
+
+A run's samples (evaluation.py) are rendered here as well. Which model answers is writer.py's, which token comes next
+decoding.py's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .errors import InputError
-from .recipe import Model
-from .recipe_file import load_recipe
-from .run_folder import RunFolder
+from .prompts import Answer, Asked, Prompt, collect
+
+if TYPE_CHECKING:
+    from .decoding import Choice
 
 
 def generate(
-    target: str | Path, prompts: Sequence[str], *, max_new_tokens: int = 128, temperature: float = 0.0
+    target: str | Path,
+    prompts: Sequence[Asked] = (),
+    *,
+    file: str | Path | None = None,
+    system: str | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 8,
+    cpu: bool = False,
+    stream: TextIO | None = None,
 ) -> list[str]:
-    """Return one answer for each prompt, from a run folder's final weights or from a model's name or folder.
+    """Return one answer for each prompt, from a run, one of its checkpoints, or a model's name or folder.
 
-    A prompt is one user's turn when the tokenizer has a chat template, else plain text to go on from. At most
-    `max_new_tokens` tokens; temperature 0 takes the likeliest token each time.
+    A prompt is one user's turn when the tokenizer has a chat template, else plain text to go on from; or a list of
+    messages. Those of `file` (prompts.py) follow. At most `max_new_tokens` tokens; temperature 0 takes the likeliest
+    token each time. `batch_size` prompts are answered at a time, which changes answers by rounding at most. With
+    `stream` they are answered one by one, and written there word by word, a blank line between them.
     """
-    import torch
-
-    from .models import quiet_libraries
-
-    quiet_libraries()
-    tokenizer, model = _load(str(target))
-    answers = []
-    for prompt in prompts:
-        ids = _encode(tokenizer, prompt).to(model.device)
-        with torch.no_grad():
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                pad_token_id=tokenizer.pad_token_id,
-                **({"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}),
-            )
-        answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
-    return answers
+    rows = generate_rows(
+        target,
+        prompts,
+        file=file,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        batch_size=batch_size,
+        cpu=cpu,
+        stream=stream,
+    )
+    return [row["answer"] for row in rows]
 
 
-def _encode(tokenizer: Any, prompt: str) -> Any:
-    import torch
+def generate_rows(
+    target: str | Path,
+    prompts: Sequence[Asked] = (),
+    *,
+    file: str | Path | None = None,
+    system: str | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 8,
+    cpu: bool = False,
+    stream: TextIO | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the answers of `generate` as they come: `prompt`, `answer`, `tokens`, `ended` by the model or cut."""
+    from .writer import load_writer, say
 
-    if tokenizer.chat_template is None:
-        return torch.tensor([tokenizer(prompt)["input_ids"]])
-    turns = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False)
-    return torch.tensor([list(ids)])
+    wanted = collect(prompts, file, system)
+    choice = choice_of(max_new_tokens, temperature, top_p, seed)
+    writer = load_writer(target, cpu=cpu)
+    answers = writer.answers(wanted, choice, batch_size=batch_size)
+    if stream is not None:
+        answers = _streamed(writer, wanted, choice, stream)
+    cut = 0
+    for answer in answers:
+        cut += not answer.ended
+        yield answer.as_dict()
+    if cut:
+        which = f"{cut} of {len(wanted)} answers were" if len(wanted) > 1 else "the answer was"
+        say(f"{which} cut at {max_new_tokens} tokens (--max-new-tokens)")
 
 
-def _load(target: str) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM
+def _streamed(writer: Any, prompts: Sequence[Prompt], choice: Choice, stream: TextIO) -> Iterator[Answer]:
+    for number, prompt in enumerate(prompts):
+        shown = ""
+        for answer in writer.growing(prompt, choice, number=number):
+            stream.write(answer.text[len(shown) :])
+            stream.flush()
+            shown = answer.text
+        stream.write("\n\n" if number + 1 < len(prompts) else "\n")
+        stream.flush()
+        yield answer
 
-    from .artifacts import load_plain
-    from .models import load_from_hub, load_tokenizer
 
-    folder = RunFolder(target)
-    if (folder.path / "recipe.yaml").exists():
-        if not folder.final.is_dir():
-            raise InputError(f"{folder.path} has no final weights yet", hint="`ftcli show RUN` tells how far it is")
-        if load_recipe(folder.path / "recipe.yaml").task not in ("sft", "pretrain"):
-            raise InputError(f"{folder.path} did not train a model that generates text")
-        tokenizer, model = (
-            load_tokenizer(Model(name=str(folder.final))),
-            load_plain("AutoModelForCausalLM", folder.final),
+def choice_of(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> Choice:
+    """Return how tokens are chosen; raises `InputError` for numbers out of range."""
+    from .decoding import Choice
+
+    if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
+        raise InputError(
+            f"temperature {temperature:g}, top_p {top_p:g}, max_new_tokens {max_new_tokens}: out of range",
+            hint="temperature is 0 or more, top_p above 0 and at most 1, max_new_tokens 1 or more",
         )
-    else:
-        section = Model(name=target)
-        tokenizer = load_tokenizer(section)
-        model = load_from_hub(AutoModelForCausalLM, section, dtype=torch.float32).eval()
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    return tokenizer, model.to(device)
+    return Choice(max_new_tokens, temperature, top_p, seed)
+
+
+def encode_prompt(tokenizer: Any, asked: Asked, *, as_chat: bool = True) -> list[int]:
+    """Return the tokens that a model is given: by the tokenizer's chat template up to where the answer begins.
+
+    Plain text stays as it is, without an end token, where there is no template or `as_chat` is false. Raises
+    `InputError` for a conversation without a template, for what the template refuses, and for no token at all.
+    """
+    if isinstance(asked, str) and not (as_chat and tokenizer.chat_template):
+        ids = list(tokenizer(asked)["input_ids"])
+        ids = ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+        if not ids:
+            raise InputError("an empty prompt gives the model nothing to go on from")
+        return ids
+    if not tokenizer.chat_template:
+        raise InputError(
+            "the tokenizer has no chat template, so it cannot render a conversation",
+            hint="give plain text: `ftcli generate ... --prompt TEXT` without --system",
+        )
+    from jinja2 import TemplateError
+
+    turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    try:
+        return list(tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False))
+    except TemplateError as error:
+        raise InputError(f"the model's chat template refuses a prompt: {error}") from None
+
+
+def check_room(config: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raise `InputError` for a prompt (token ids) that leaves less room for its answer than the model has positions."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    for number, ids in enumerate(prompts, start=1):
+        if most is not None and len(ids) + max_new_tokens > most:
+            raise InputError(
+                f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones that is beyond the "
+                f"{most} positions of the model",
+                hint="shorten it, or lower the number of new tokens",
+            )
+
+
+def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of an answer without special tokens and without blanks around it."""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text.strip()
+
+
+def answer_of(tokenizer: Any, prompt: Prompt, ids: Sequence[int], ends: Iterable[int]) -> Answer:
+    """Return the answer that generated tokens are, the one that ended it included."""
+    ended = bool(ids) and ids[-1] in ends
+    own = ids[:-1] if ended else ids
+    return Answer(prompt, decode_text(tokenizer, own), len(own), ended)

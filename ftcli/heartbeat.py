@@ -26,7 +26,7 @@ WRITE_SECONDS = 2.0
 FACTOR = 10  # a lap is long when it takes so many times the median of those before it
 LEAST_SECONDS = 10.0  # no lap shorter than this is long
 FIRST_SECONDS = 300.0  # when a lap is long that has none before it
-APART = ("loading", "evaluating", "saving")  # phases that are laps of their own; all others belong to their step
+APART = ("loading", "evaluating", "answering", "saving")  # laps of their own; all others belong to their step
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 
 from .artifacts import save_final
 from .checkpoint import save
-from .evaluation import evaluate
+from .evaluation import evaluate, measure_answers, sample_prompts
 from .faults import Stopped
 from .hardware.out_of_memory import out_of_memory_told
 from .nonfinite import go_back
@@ -162,7 +162,7 @@ def train(run: Run) -> None:
             return
         for step in steps(run):
             report.step(step)
-            evaluates = run.eval_loader is not None and due(step.number, run.recipe.evaluate.every_steps, run.steps)
+            evaluates = run.evaluates and due(step.number, run.recipe.evaluate.every_steps, run.steps)
             saves = step.stop or due(step.number, run.recipe.checkpoint.every_steps, run.steps)
             if (evaluates or saves) and not run.flags.settle():
                 continue  # `steps` goes back
@@ -184,12 +184,15 @@ def train(run: Run) -> None:
 
 
 def _measure(run: Run, report: Reporter, step: int) -> dict[str, float] | None:
-    """Evaluate, record and return the metrics; None when the run was asked to stop meanwhile."""
+    """Evaluate, answer prompts, record and return the metrics; None when the run was asked to stop meanwhile."""
     try:
-        metrics = evaluate(run)
+        metrics = {} if run.eval_loader is None else evaluate(run)
+        answers = sample_prompts(run)
     except Stopped:
         return None
+    metrics |= measure_answers(answers)
     report.evaluation(step, metrics)
+    report.answers(step, answers)
     return metrics
 
 

@@ -132,9 +132,11 @@ def check_trackers(recipe: Recipe) -> list[Problem]:
 def check_inputs(recipe: Recipe) -> None:
     """Look at what the recipe reads on this machine; raises `InputError` for a model or data that is not there."""
     from .attention import check_attention
+    from .prompts import prompts_of
     from .rows import check_source, model_folder
     from .tasks import find_task, is_own
 
+    prompts_of(recipe.evaluate.generate)
     model_folder(recipe.model.name)
     if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
         check_attention(recipe, find_task(recipe.task).Task)

@@ -262,13 +262,49 @@ class Schedule(Section):
     min_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
 
 
+class Message(Section):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"] = Field(description="Whose turn it is.")
+    content: str = Field(description="What is said, as text.")
+
+
+class Generate(Section):
+    """Prompts that the model answers at each evaluation, into samples.jsonl: exactly one of prompts and file."""
+
+    prompts: list[Annotated[str, Field(min_length=1)] | Annotated[list[Message], Field(min_length=1)]] = Field(
+        default_factory=list,
+        description="What is asked: each a text (one user's turn where there is a chat template), or a list of "
+        "messages with role and content.",
+    )
+    file: str | None = Field(
+        None,
+        description="A .txt file with one prompt a line, or a .jsonl file with messages or prompt in each row; the "
+        "assistant's last turn, or the completion, is shown beside the answer.",
+    )
+    max_new_tokens: int = Field(64, ge=1, description="Longest answer, in tokens.")
+    temperature: float = Field(0.0, ge=0, le=100, description="0: the likeliest token each time; above: drawn.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Draw from the likeliest tokens that together have this probability."
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Generate:
+        if bool(self.prompts) == (self.file is not None):
+            raise ValueError("exactly one of prompts and file must be given")
+        return self
+
+
 class Evaluate(Section):
-    """When the evaluation rows are measured. The last step always is, when there are any."""
+    """When evaluation rows are measured and prompts answered. The last step always is, when there are any."""
 
     every_steps: PositiveInt | None = Field(
         None, description="Evaluate each time so many optimizer steps are done; null: only after the last."
     )
     at_start: bool = Field(False, description="Evaluate once before the first step too.")
+    generate: Generate | None = Field(
+        None, description="Prompts to answer at each evaluation, also without evaluation rows; null: none."
+    )
 
 
 class Best(Section):

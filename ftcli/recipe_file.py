@@ -116,13 +116,18 @@ def _task_problems(document: Document) -> list[Problem]:
     name, options = document.values.get("task"), document.values.get("task_options", {})
     if not isinstance(name, str) or not name or not isinstance(options, dict):
         return []  # told already by the recipe's own declarations
+    evaluate = document.values.get("evaluate")
+    generates = isinstance(evaluate, dict) and evaluate.get("generate") is not None
     if is_own(name) and not _may_import_here():
-        return _inspect(name, options, document)
-    return check_options(name, options, document)
+        return _inspect(name, options, document, generates=generates)
+    return check_options(name, options, document, generates=generates)
 
 
-def check_options(name: str, options: dict[str, Any], document: Document) -> list[Problem]:
-    """Return what is wrong with a task and its options, in places of the document; imports the task."""
+def check_options(name: str, options: dict[str, Any], document: Document, *, generates: bool = False) -> list[Problem]:
+    """Return what is wrong with a task and its options, in places of the document; imports the task.
+
+    `generates`: the recipe wants prompts answered, which not every task can do.
+    """
     try:
         module = find_task(name)
     except InputError as error:
@@ -133,7 +138,11 @@ def check_options(name: str, options: dict[str, Any], document: Document) -> lis
             return f"task {name} takes no options"
         return nearest(str(keys[-1]), known) or f"task {name} takes {', '.join(known)}"
 
-    return validate(module.Options, options, prefix=("task_options",), where=document.where, hint_for=hint)[1]
+    problems = validate(module.Options, options, prefix=("task_options",), where=document.where, hint_for=hint)[1]
+    if generates and not hasattr(module.Task, "encode_prompt"):
+        told = f"evaluate.generate: task {name} does not generate text"
+        problems.append(Problem(told, document.where(("evaluate", "generate")), "take evaluate.generate out"))
+    return problems
 
 
 def _may_import_here() -> bool:
@@ -141,13 +150,13 @@ def _may_import_here() -> bool:
     return "torch" in sys.modules or "LOCAL_RANK" in os.environ
 
 
-def _inspect(name: str, options: dict[str, Any], document: Document) -> list[Problem]:
+def _inspect(name: str, options: dict[str, Any], document: Document, *, generates: bool) -> list[Problem]:
     """Return `check_options` of a user's own task, found in a process apart: its file may import anything."""
     places = [[list(keys), place] for keys, place in document.places.items()]
     path = [str(Path(__file__).resolve().parents[1]), *sys.path]
     done = subprocess.run(
         [sys.executable, "-c", "from ftcli.recipe_file import _answer; _answer()"],
-        input=json.dumps([name, options, document.name, places]),
+        input=json.dumps([name, options, document.name, places, generates]),
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
@@ -160,7 +169,7 @@ def _inspect(name: str, options: dict[str, Any], document: Document) -> list[Pro
 
 def _answer() -> None:
     """Speak for `_inspect`: read a task and its options from stdin, print their problems."""
-    name, options, document_name, places = json.loads(sys.stdin.read())
+    name, options, document_name, places, generates = json.loads(sys.stdin.read())
     document = Document(document_name, {}, {tuple(keys): place for keys, place in places})
-    problems = check_options(name, options, document)
+    problems = check_options(name, options, document, generates=generates)
     print("\n" + json.dumps([[problem.what, problem.where, problem.hint] for problem in problems]))

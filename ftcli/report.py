@@ -7,6 +7,7 @@ due. On a terminal progress is one moving line; in a log file it is one plain li
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import sys
@@ -21,9 +22,13 @@ from .errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, InputError
 
 if TYPE_CHECKING:
     from .loop import Step
+    from .prompts import Answer
     from .run import Run
 
 NAME_OF_RUN = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}  # each tracker's key for it
+SHOWN_ANSWERS = 3  # in the log; samples.jsonl has all
+WIDEST = 100  # characters of an answer in the log
+TEXT_TRACKERS = ("tensorboard", "wandb", "trackio")
 QUIET_SECONDS = 2.0  # least time between plain progress lines, the first and the last apart
 
 
@@ -173,6 +178,23 @@ class Reporter:
             self._write(row)
             self.say(f"step {step}: evaluation " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
 
+    def answers(self, step: int, answers: list[Answer]) -> None:
+        """Record what the model answered after `step` steps: every answer in samples.jsonl, a few in the log."""
+        now = time.perf_counter()
+        self._away, self._since = self._away + now - self._since, now
+        if not self.main:
+            return
+        for answer in answers[:SHOWN_ANSWERS]:
+            self.say(f"step {step}: {_short(answer.prompt.shown, WIDEST // 2)} -> {_short(answer.text, WIDEST)}")
+        if self.folder is not None:
+            if more := len(answers[SHOWN_ANSWERS:]):
+                self.say(f"step {step}: {more} more in {self.folder.samples}")
+            self.folder.append_samples([{"step": step} | answer.as_dict() for answer in answers])
+            for tracker in self.run.hardware.accelerator.trackers:
+                if tracker.name in TEXT_TRACKERS:
+                    told = {f"samples/{number}": a.text for number, a in enumerate(answers[:SHOWN_ANSWERS])}
+                    tracker.log(told, step=step)
+
     def saved(self, step: int, folder: Path | None, seconds: float) -> None:
         """Record that a checkpoint is complete, or on its way, and how long training stood still for it."""
         self._away += seconds  # neither is saving
@@ -200,6 +222,12 @@ class Reporter:
                 self.folder.write_status("done", self.number, EXIT_DONE)
             else:
                 self.say(f"done in {time.perf_counter() - self._started:.0f} s; nothing was written (no output folder)")
+
+
+def _short(text: str, most: int) -> str:
+    """Return a text on one line in quotes, cut where it is longer than `most` characters."""
+    line = " ".join(text.split())
+    return json.dumps(line if len(line) <= most else line[: most - 1] + "\u2026", ensure_ascii=False)
 
 
 def _peak_memory() -> int:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from .evaluation import EncodedPrompt
     from .hardware import Hardware
     from .nonfinite import Flags
     from .profiles import Profile
@@ -61,6 +62,7 @@ class Run:
     stop: StopRequest = field(default_factory=StopRequest)
     saving: Saving = field(default_factory=Saving)
     heart: Heartbeat = field(default_factory=Heartbeat)
+    prompts: list[EncodedPrompt] = field(default_factory=list)  # to answer at each evaluation
     first_step: int = 0
     is_measured: bool = True  # the checkpoint that the run goes on from holds the metrics of its step
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
@@ -72,11 +74,16 @@ class Run:
         return self.plan.steps
 
     @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation has anything to do: rows to measure or prompts to answer."""
+        return self.eval_loader is not None or bool(self.prompts)
+
+    @property
     def starts_with_evaluation(self) -> bool:
         """Whether an evaluation is due before the first step: at the start, or one that the stop before cut short."""
         section = self.recipe.evaluate
-        if self.eval_loader is None or self.first_step == 0:
-            return self.eval_loader is not None and section.at_start
+        if not self.evaluates or self.first_step == 0:
+            return self.evaluates and section.at_start
         return not self.is_measured and due(self.first_step, section.every_steps, self.steps)
 
     def learning_rate(self, step: int) -> float:
@@ -128,6 +135,7 @@ def prepare(
 
     from . import hardware as hardware_package
     from .checkpoint import check_disk, load
+    from .evaluation import check_prompts, encode_prompts
     from .models import quiet_libraries
     from .nonfinite import Flags
     from .optimizers import build_optimizer
@@ -140,6 +148,7 @@ def prepare(
         loaded = _shortened(loaded)
     derive_plan(loaded, world)
     task = build_task(loaded)
+    prompts = encode_prompts(loaded, task)
     rows = prepare_rows(loaded, task)
     plan = derive_plan(loaded, world, rows.train_rows)
     first_step = 0 if resume is None else _first_step(Path(resume), rows, anyway=resume_anyway)
@@ -154,7 +163,9 @@ def prepare(
         trackers=[] if folder is None else list(loaded.log.trackers),
         folder=None if folder is None else str(folder.path),
     )
-    model = hardware.fit(_build_model(loaded, task, rows, weights), loaded)
+    model = _build_model(loaded, task, rows, weights)
+    check_prompts(loaded, prompts, model)
+    model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded.optimizer)
     flags = Flags(loaded.faults, hardware, excluded=set())
     train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
@@ -185,6 +196,7 @@ def prepare(
         flags=flags,
         facts=facts,
         folder=folder,
+        prompts=prompts,
         first_step=first_step,
     )
     check_disk(run)
@@ -330,7 +342,8 @@ def evaluate_run(path: str | Path, profile: Profile | None = None, *, cpu: bool 
             raise InputError("the recipe has no evaluation rows", hint="set data.eval or data.eval_rows")
         if not folder.final.is_dir():
             raise InputError(f"{folder.path} has no final weights", hint="`ftcli show RUN` tells how far it is")
-        run = prepare(recipe, cpu=cpu, weights=folder.final)
+        quiet = recipe.evaluate.model_copy(update={"generate": None})  # rows are measured here, prompts are not asked
+        run = prepare(recipe.model_copy(update={"evaluate": quiet}), cpu=cpu, weights=folder.final)
         _check_world(run, profile)
         metrics = evaluate(run)
         if run.hardware.ranks.is_main:

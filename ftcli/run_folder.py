@@ -117,23 +117,37 @@ class RunFolder:
         found: dict[str, Any] = json.loads((self.path / START).read_text(encoding="utf-8"))
         return found
 
+    @property
+    def samples(self) -> Path:
+        """File of the model's answers at each evaluation, one a line."""
+        return self.path / "samples.jsonl"
+
+    def append_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Add the answers of one evaluation to samples.jsonl."""
+        with self.samples.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one row to metrics.jsonl."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Move the metrics of a future that is given up, those beyond `step`, to metrics.abandoned.jsonl."""
-        path = self.path / "metrics.jsonl"
+        """Move the rows of a future that is given up, those beyond `step`, to metrics.abandoned.jsonl and the like."""
+        for name in ("metrics", "samples"):
+            self._rewind(name, step)
+
+    def _rewind(self, name: str, step: int) -> None:
+        path = self.path / f"{name}.jsonl"
         if not path.exists():
             return
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line]  # answers hold other breaks
         last = step if step else -1  # from step 0 on all happens again, the evaluation at the start too
         beyond = [line for line in lines if _step_of_row(line) > last]
         if beyond:
-            with (self.path / "metrics.abandoned.jsonl").open("a", encoding="utf-8") as file:
+            with (self.path / f"{name}.abandoned.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in beyond)
-            self.write_text("metrics.jsonl", "".join(f"{line}\n" for line in lines if _step_of_row(line) <= last))
+            self.write_text(path.name, "".join(f"{line}\n" for line in lines if _step_of_row(line) <= last))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, training and evaluation rows as they were written."""
@@ -146,7 +160,7 @@ class RunFolder:
 
 
 def _step_of_row(line: str) -> float:
-    """Return the step of a row of metrics.jsonl; infinity for one that was cut off while it was written."""
+    """Return the step of a row; infinity for one that was cut off while it was written."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError):

@@ -99,3 +99,15 @@ class Showing(Protocol):
 
     def count_answers(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, int]:
         """Return how many rows have each answer that there is; with an answer that no row has."""
+
+
+class Writes(Protocol):
+    """What a task has besides when its model writes text: prompts can then be answered, in a run and after it."""
+
+    tokenizer: Any
+
+    def encode_prompt(self, asked: str | list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a prompt (text, or messages) up to where the answer begins.
+
+        Raises `InputError` for one that the model cannot be given.
+        """

@@ -182,6 +182,12 @@ class Task:
         """Write the tokenizer with its chat template."""
         self.tokenizer.save_pretrained(folder)
 
+    def encode_prompt(self, asked: str | list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a prompt as rows are written: text is a user's turn where rows become turns."""
+        from ..generation import encode_prompt
+
+        return encode_prompt(self.tokenizer, asked, as_chat=self.options.chat == "auto")
+
     def probe(self, batch: Batch) -> Batch:
         """Return what the plain model takes to give logits."""
         return {name: batch[name] for name in ("input_ids", "attention_mask")}

@@ -23,6 +23,7 @@ COMMANDS = [
     "evaluate",
     "export",
     "generate",
+    "chat",
     "show",
     "schema",
     "quickstart",

@@ -1,0 +1,184 @@
+"""`ftcli chat`: a conversation in the terminal, or one that a script feeds through standard input.
+
+Answers go to standard output and nothing else does; the mark before a question and all notes go to standard error.
+Knows terminals and turns; which model answers is writer.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import InputError, nearest
+from .prompts import Answer, Prompt
+
+if TYPE_CHECKING:
+    from .decoding import Choice
+    from .writer import Writer
+
+MARK = "> "
+COMMANDS = {
+    "/reset": "forget all turns but the system's",
+    "/system": "TEXT: say it before the conversation; alone: say nothing",
+    "/undo": "forget the last question and its answer",
+    "/save": "FILE: append the conversation to a .jsonl file, as a row to train on",
+    "/help": "show these commands",
+    "/quit": "end; so does Ctrl-D",
+}
+
+
+@dataclass
+class Conversation:
+    """The turns so far: the system's, then questions and answers in pairs."""
+
+    system: str | None = None
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Every turn in order, as a chat template takes them."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return first + self.turns
+
+    def asking(self, question: str) -> Prompt:
+        """Return the prompt that a further question makes; nothing is kept of it."""
+        return Prompt([*self.messages, {"role": "user", "content": question}])
+
+    def add(self, question: str, answer: str) -> None:
+        """Keep a question and its answer."""
+        self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def command(self, line: str) -> str:
+        """Do what a command other than /quit says, and return one line about it; `InputError` for one that cannot."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/reset":
+            self.turns.clear()
+            return "starting afresh"
+        if name == "/system":
+            self.system = rest or None
+            return "system turn set" if rest else "no system turn"
+        if name == "/undo":
+            del self.turns[-2:]
+            return f"{len(self.turns) // 2} questions are left"
+        if name == "/save":
+            return self.save(rest)
+        if name == "/help":
+            return "\n".join(f"{name:<8} {meaning}" for name, meaning in COMMANDS.items())
+        raise InputError(f"no command {name}", hint=nearest(name, COMMANDS) or f"known: {', '.join(COMMANDS)}")
+
+    def save(self, path: str) -> str:
+        """Append the conversation to a .jsonl file as one row; return one line about it."""
+        if not self.turns:
+            raise InputError("nothing has been said yet")
+        if not path.endswith(".jsonl"):
+            raise InputError(
+                f"/save {path}: give a file that ends in .jsonl", hint="one conversation is one line of it"
+            )
+        try:
+            with Path(path).expanduser().open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise InputError(f"/save {path}: {error.strerror}") from error
+        return f"appended to {path}: {len(self.turns)} turns"
+
+
+def converse(
+    target: str | Path,
+    *,
+    system: str | None = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    cpu: bool = False,
+) -> Conversation:
+    """Talk until the input ends; return all that was said.
+
+    The model is that of a run, of one of its checkpoints, or a name or folder. Ctrl-C ends an answer, which stays as
+    far as it came. Raises `InputError` for a model without a chat template.
+    """
+    from .generation import choice_of
+    from .writer import load_writer
+
+    choice = choice_of(max_new_tokens, temperature, top_p, seed)
+    writer = load_writer(target, cpu=cpu)
+    if not writer.tokenizer.chat_template:
+        raise InputError(
+            f"{target} has no chat template, so it cannot hold a conversation",
+            hint=f"let it go on from plain text: ftcli generate {target} --prompt TEXT",
+        )
+    conversation, is_typed = Conversation(system), sys.stdin.isatty()
+    if is_typed:
+        _note(f"{target} listens; /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation")
+    for line in _lines(is_typed):
+        if line.split()[0] == "/quit":
+            break
+        try:
+            if line.startswith("/"):
+                _note(conversation.command(line))
+            else:
+                _answer(writer, conversation, line, choice)
+        except InputError as error:
+            for problem in error.problems:
+                _note(str(problem))
+    return conversation
+
+
+def _answer(writer: Writer, conversation: Conversation, question: str, choice: Choice) -> None:
+    """Let the model answer, word by word, and keep what it said."""
+    prompt = conversation.asking(question)
+    shown, note, last = "", "", Answer(prompt, "", 0, ended=False)
+    try:
+        for last in writer.growing(prompt, choice, number=len(conversation.turns) // 2):
+            sys.stdout.write(last.text[len(shown) :])
+            sys.stdout.flush()
+            shown = last.text
+        note = "" if last.ended else f"cut at {last.tokens} tokens (--max-new-tokens)"
+    except KeyboardInterrupt:
+        note = "stopped; what it said so far is kept, /undo forgets it"
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if note:
+        _note(note)
+    conversation.add(question, last.text)
+
+
+def _lines(is_typed: bool) -> Iterator[str]:
+    """Yield what the user says, line by line, without empty ones."""
+    if is_typed:
+        import readline  # noqa: F401 - arrow keys and history
+    while True:
+        try:
+            line = _read(is_typed)
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            if not is_typed:
+                raise
+            print(file=sys.stderr)
+            continue
+        if line.strip():
+            yield line.strip()
+    if is_typed:
+        print(file=sys.stderr)
+
+
+def _read(is_typed: bool) -> str:
+    if is_typed and sys.stdout.isatty():
+        return input(MARK)  # by readline, which must know what stands before the cursor
+    if is_typed:
+        sys.stderr.write(MARK)
+        sys.stderr.flush()
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,187 @@
+"""A causal model with its tokenizer, ready to answer: that of a run, of one of its checkpoints, or any other.
+
+On one process and with plain transformers; knows nothing of terminals and of how prompts are rendered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint_folder import checkpoints_of, damage, is_checkpoint, newest_intact, read_state
+from .errors import InputError
+from .generation import answer_of, check_room, encode_prompt
+from .prompts import Answer, Asked, Prompt
+from .recipe import Model, Recipe
+from .recipe_file import load_recipe
+from .run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch
+
+    from .decoding import Choice
+
+CUT = "\ufffd"  # what the bytes of half a character decode to
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A causal model with its tokenizer, ready to answer on one device."""
+
+    name: str
+    tokenizer: Any
+    model: Any
+    encode: Callable[[Asked], list[int]]
+
+    def answers(self, prompts: Sequence[Prompt], choice: Choice, *, batch_size: int) -> Iterator[Answer]:
+        """Yield an answer for each prompt, in order, as soon as its batch is done."""
+        encoded = [self.encode(prompt.asked) for prompt in prompts]
+        check_room(self.model.config, encoded, choice.max_new_tokens)
+        for first in range(0, len(prompts), batch_size):
+            rows = range(first, min(first + batch_size, len(prompts)))
+            found: list[list[int]] = [[] for _ in rows]
+            for tokens in self._decode([encoded[row] for row in rows], choice, numbers=rows):
+                for row, token in zip(found, tokens, strict=True):
+                    row.extend([] if token is None else [token])
+            for row, ids in zip(rows, found, strict=True):
+                yield self._answer(prompts[row], ids)
+
+    def growing(self, prompt: Prompt, choice: Choice, *, number: int = 0) -> Iterator[Answer]:
+        """Yield one answer as it grows, after each token: every text begins with the one before it."""
+        encoded, ids, shown = self.encode(prompt.asked), [], ""
+        check_room(self.model.config, [encoded], choice.max_new_tokens)
+        for (token,) in self._decode([encoded], choice, numbers=[number]):
+            assert token is not None  # a single row is open until the end
+            ids.append(token)
+            answer = self._answer(prompt, ids)
+            if answer.text.startswith(shown) and not answer.text.endswith(CUT):
+                shown = answer.text
+            yield replace(answer, text=shown)
+        yield self._answer(prompt, ids)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        from .decoding import end_tokens
+
+        return end_tokens(self.tokenizer, _plain(self.model))
+
+    def _decode(
+        self, prompts: Sequence[list[int]], choice: Choice, numbers: Sequence[int]
+    ) -> Iterator[list[int | None]]:
+        from .decoding import decode, forward_names
+
+        return decode(
+            self.model,
+            forward_names(self.model),
+            prompts,
+            choice,
+            ends=self.ends,
+            pad=self.tokenizer.pad_token_id,
+            device=self.model.device,
+            numbers=numbers,
+        )
+
+    def _answer(self, prompt: Prompt, ids: list[int]) -> Answer:
+        return answer_of(self.tokenizer, prompt, ids, self.ends)
+
+
+def load_writer(target: str | Path, *, cpu: bool = False) -> Writer:
+    """Return what answers for a run, a checkpoint, or a model's name or folder; says in one line what is loaded.
+
+    A run answers with its final weights, else with its newest intact checkpoint, and is given prompts as its task
+    writes them. Raises `InputError` for what does not generate text.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from .models import load_from_hub, load_tokenizer, quiet_libraries
+
+    quiet_libraries()
+    name, path = str(target), Path(target)
+    use = torch.accelerator.is_available() and not cpu
+    device = torch.accelerator.current_accelerator() if use else torch.device("cpu")
+    assert device is not None
+    if is_checkpoint(path):
+        if problem := damage(path):
+            raise InputError(problem, hint="`ftcli show RUN` lists the checkpoints of a run")
+        return _from_checkpoint(path, device)
+    folder = RunFolder(path)
+    if (folder.path / "recipe.yaml").exists():
+        return _from_run(folder, device)
+    section = Model(name=name)
+    tokenizer = load_tokenizer(section)
+    say(f"loading {name} on {device}")
+    model = load_from_hub(AutoModelForCausalLM, section, dtype=torch.float32).eval()
+    return Writer(name, tokenizer, model.to(device), lambda asked: encode_prompt(tokenizer, asked))
+
+
+def _from_run(folder: RunFolder, device: torch.device) -> Writer:
+    from .artifacts import load_plain
+
+    recipe = load_recipe(folder.path / "recipe.yaml")
+    _check_writes(recipe, str(folder.path))
+    if not folder.final.is_dir():
+        found, problems = newest_intact(folder.path) if checkpoints_of(folder.path) else (None, [])
+        for problem in problems:
+            say(problem)
+        if found is None:
+            told = f"{folder.path} has no final weights yet, and no intact checkpoint"
+            raise InputError(told, hint="`ftcli show RUN` tells how far it is")
+        say(f"{folder.path} has no final weights yet; {found} answers")
+        return _from_checkpoint(found, device)
+    task = _task_of(recipe.model_copy(update={"model": Model(name=str(folder.final))}))
+    say(f"loading {folder.final} on {device}")
+    model = load_plain("AutoModelForCausalLM", folder.final).to(device)
+    return Writer(str(folder.path), task.tokenizer, model, task.encode_prompt)
+
+
+def _from_checkpoint(path: Path, device: torch.device) -> Writer:
+    """Return a checkpoint's model: that of its recipe, with the stored weights put in one at a time."""
+    from .checkpoint import Stored
+    from .trained_weights import adapter_values, build_model, check_names, put, put_buffers, whole_model
+
+    state = read_state(path)
+    recipe = Recipe.model_validate(state["recipe"])
+    _check_writes(recipe, str(path))
+    task = _task_of(recipe)
+    say(f"loading {path} on {device}")
+    model = build_model(recipe, task, state["data"]["facts"]).float()
+    check_names(model, state)
+    with Stored(path, list(state["files"])) as stored:
+        if recipe.adapter.type == "none":
+            import torch
+
+            for name, value in whole_model(model, stored, state, torch.float32)[1]:
+                if name in state["parameters"]:
+                    put(model, {name: value})
+        else:
+            put(model, adapter_values(model, stored))
+        put_buffers(model, stored, state["buffers"])
+    return Writer(str(path), task.tokenizer, model.to(device), task.encode_prompt)
+
+
+def _check_writes(recipe: Recipe, what: str) -> None:
+    from .tasks import find_task
+
+    if not hasattr(find_task(recipe.task).Task, "encode_prompt"):
+        raise InputError(f"{what} did not train a model that generates text: its task is {recipe.task}")
+
+
+def _task_of(recipe: Recipe) -> Any:
+    from .tasks import build_task
+
+    return build_task(recipe)
+
+
+def _plain(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def say(line: str) -> None:
+    """Print one line to standard error."""
+    print(f"ftcli: {line}", file=sys.stderr, flush=True)

@@ -28,10 +28,12 @@ import torch
 from .checkpoint_folder import (
     CHECKPOINTS,
     FORMAT,
+    STATE,
     checkpoint_path,
     prune,
     publish,
     read_state,
+    restate,
     size_of,
     write_durably,
 )
@@ -97,6 +99,25 @@ def load(run: Run, folder: Path) -> None:
                     tensor.zero_()
     if run.hardware.loss_scale is not None and state["loss_scale"] is not None:
         run.hardware.loss_scale.restore(state["loss_scale"])
+
+
+def make_up(run: Run, metrics: dict[str, float] | None) -> None:
+    """Add the metrics of an evaluation that a stop had cut short to the checkpoint that the run went on from.
+
+    From then on it takes part in `checkpoint.keep_best`. A checkpoint of another run is left as it is. Every rank
+    calls it; None: the evaluation was cut short once more.
+    """
+    if run.folder is None or run.first_step == 0 or metrics is None or run.is_measured_only:
+        return
+    _check_metric(run.recipe.checkpoint, metrics)
+    folder, ranks = checkpoint_path(run.folder.path, run.first_step), run.hardware.ranks
+
+    def write() -> None:
+        if ranks.is_main and (folder / STATE).exists():
+            restate(folder, metrics=metrics)
+
+    on_every_rank(ranks, f"{folder} could not be written", write)
+    run.is_measured = True
 
 
 class Stored:

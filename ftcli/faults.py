@@ -89,10 +89,10 @@ class Stopped(KeyboardInterrupt):
 class StopRequest:
     """Whether this run was asked to end after the current step: by a signal, the run folder's file `stop`, or time.
 
-    Use as a context manager. Below ftcli's own parent only the file counts, because the parent owns the
-    signals; in this process alone, or under a bare `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count
-    too, and a second signal does what it did before. One rank per machine reads the file; ranks must agree
-    among themselves.
+    Use as a context manager. Below ftcli's own parent only the file counts: the parent owns the signals, and one that
+    reaches every process of a job at once (`scancel`) must end none of them. In this process alone, or under a bare
+    `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count too, and a second signal does what it did before. One rank
+    per machine reads the file; ranks must agree among themselves.
     """
 
     def __init__(self, folder: RunFolder | str | Path | None = None) -> None:
@@ -118,6 +118,9 @@ class StopRequest:
             if threading.current_thread() is threading.main_thread():
                 for number in STOP_SIGNALS:
                     self._previous[number] = signal.signal(number, self._handle)
+        elif threading.current_thread() is threading.main_thread():
+            # SIGTERM is ignored already, but pools of processes that are forked below must be able to end theirs.
+            self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._leave_to_parent)
         return self
 
     def __exit__(
@@ -153,11 +156,14 @@ class StopRequest:
                 self.reason = self._folder.stop_file.read_text(encoding="utf-8").strip() or "stop file"
         return bool(self.reason)
 
+    def _leave_to_parent(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            _die_of(number)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if os.getpid() != self._pid:  # in a child that was forked meanwhile, which is no part of the agreement
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            _die_of(number)
         elif self._signalled:  # the second: no more patience
             self._restore()
             if self._folder is not None and _rank() == 0:
@@ -181,6 +187,12 @@ class StopRequest:
     def _remove_file(self) -> None:
         if self._folder and self._reads_file:
             self._folder.stop_file.unlink(missing_ok=True)
+
+
+def _die_of(number: int) -> None:
+    """Do what a signal does to a process that handles none."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def end_early(folder: RunFolder, reason: str) -> None:

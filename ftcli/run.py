@@ -187,7 +187,7 @@ def prepare(
     if resume is not None:
         load(run, Path(resume))
         run.is_measured = bool(read_state(Path(resume))["metrics"])
-        flags.restore(read_state(Path(resume)).get("not_finite", []))
+        flags.restore(read_state(Path(resume))["not_finite"])
         facts.append(f"goes on after step {first_step} from {resume}")
     return run
 
@@ -283,7 +283,7 @@ def work(
                 run.heart = heart
                 _check_world(run, profile)
                 if run.hardware.ranks.is_main:
-                    folder.rewind(run.first_step)
+                    folder.rewind(run.first_step, evaluated=run.is_measured)
                     abandon(folder.path, run.first_step)
                     device = str(run.hardware.accelerator.device)
                     folder.write_json("environment.json", describe_environment(device, run.plan.processes))

@@ -6,9 +6,14 @@ import io
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
-from ftcli.quickstart import FUNCTIONS, WIDEST_ANSWER, free_folder, print_story, shorten
+from ftcli import quickstart
+from ftcli.__main__ import main
+from ftcli.quickstart import FUNCTIONS, WIDEST_ANSWER, next_folder, print_story, shorten
+from ftcli.run_folder import RunFolder
+from ftcli.testing import save_tiny_causal
 
 METRICS = [
     {"step": 0, "eval/loss": 3.88, "eval/perplexity": 48.2},
@@ -17,13 +22,65 @@ METRICS = [
 ]
 
 
-def test_the_next_free_folder_keeps_earlier_runs(tmp_path: Path) -> None:
+def test_earlier_runs_are_kept_and_one_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     wanted = tmp_path / "quickstart"
-    assert free_folder(wanted) == wanted
+    assert next_folder(wanted) == wanted
     wanted.mkdir()
-    assert free_folder(wanted) == tmp_path / "quickstart-2"
-    (tmp_path / "quickstart-2").mkdir()
-    assert free_folder(wanted) == tmp_path / "quickstart-3"
+    assert next_folder(wanted) == tmp_path / "quickstart-2"
+    RunFolder(tmp_path / "quickstart-2").write_status("done", 40, 0)
+    assert next_folder(wanted) == tmp_path / "quickstart-3"
+    RunFolder(tmp_path / "quickstart-2").write_status("stopped", 3, 75)
+    assert next_folder(wanted) == tmp_path / "quickstart-2"
+
+
+INTERRUPTED_TASK = """
+import os, signal
+from ftcli.tasks import sft
+
+Options = sft.Options
+
+class Task(sft.Task):
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        if str(self.calls) == os.environ.get("INTERRUPT_AT"):
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().loss(model, batch)
+"""
+
+
+def test_an_interrupted_quickstart_says_how_to_go_on_and_the_second_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_causal(tmp_path / "model")
+    (tmp_path / "task.py").write_text(INTERRUPTED_TASK)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b c d"}\n' * 12)
+    values = {
+        "task": str(tmp_path / "task.py"),
+        "model": {"name": str(tmp_path / "model"), "dropout": 0.0},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "eval_rows": 4},
+        "batch": {"global_size": 2, "micro_size": 2},
+        "train": {"max_steps": 4},
+        "evaluate": {"at_start": True},
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(quickstart, "RECIPE", str(tmp_path / "small.yaml"))
+    monkeypatch.setattr(quickstart, "MAX_NEW_TOKENS", 2)
+    monkeypatch.setenv("INTERRUPT_AT", "1")
+    with pytest.raises(SystemExit) as end:
+        main(["quickstart"])
+    assert end.value.code == 75
+    assert "the same command goes on with runs/small" in capsys.readouterr().err
+    monkeypatch.delenv("INTERRUPT_AT")
+    with pytest.raises(SystemExit) as end:
+        main(["quickstart"])
+    said = capsys.readouterr()
+    assert not end.value.code, said.err
+    assert "goes on after step 2" in said.err and "after 4 steps" in said.out
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["small"]
 
 
 @pytest.mark.parametrize("width", [50, 80, 160])

@@ -165,14 +165,20 @@ class Stored:
 
 
 def check_disk(run: Run) -> None:
-    """Raise `InputError` when the checkpoints that will stand at the same time do not fit on the disk."""
+    """Raise `InputError` when no checkpoint can be written, or those that stand together do not fit on the disk."""
     if run.folder is None:
         return
+    place = run.folder.path / CHECKPOINTS  # may be a link to another disk
+    if (place.exists() or place.is_symlink()) and not (place.is_dir() and os.access(place, os.W_OK)):
+        raise InputError(
+            f"{place} is no folder that can be written to", hint="mend it, or choose another place with --output"
+        )
     elements = sum(torch.Size(shape).numel() for shape in run.hardware.trained_shapes(run.model).values())
-    count, path = standing(run.recipe.checkpoint, run.first_step, run.steps), run.folder.path
+    count = standing(run.recipe.checkpoint, run.first_step, run.steps)
+    path = place if place.is_dir() else run.folder.path
     needed = BYTES_PER_ELEMENT * elements * count
     free = shutil.disk_usage(next(item for item in (path, *path.absolute().parents) if item.exists())).free
-    if needed > free + size_of(path / CHECKPOINTS):
+    if needed > free + size_of(place):
         raise InputError(
             f"{count} checkpoints of {BYTES_PER_ELEMENT * elements / 1e9:.3g} GB do not fit into {path}: "
             f"{free / 1e9:.3g} GB are free",

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -41,7 +41,8 @@ def record_failure(folder: RunFolder | str | Path) -> Iterator[None]:
         yield
     except BaseException as error:
         if not isinstance(error, GeneratorExit) and not (isinstance(error, SystemExit) and not error.code):
-            _write_record(_path_of(folder), error)
+            with suppress(OSError):  # a full disk may be what the error is about: it must not be lost for its record
+                _write_record(_path_of(folder), error)
         raise
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .cache import PreparedRows, prepare_rows
 from .checkpoint_folder import abandon, damage, read_state, step_of
@@ -94,6 +94,12 @@ class Run:
         """Return a batch's tensors on the device of this process."""
         device = self.hardware.accelerator.device
         return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+    def any_batch(self) -> Batch:
+        """Return a batch of one training row on the device, without taking it from the order of rows."""
+        rows: Any = self.train_loader.dataset
+        batch = self.train_loader.collate_fn([rows[(0, 0)]])
+        return self.to_device({name: value for name, value in batch.items() if name != "sample_ids"})
 
     def reseed(self, step: int) -> None:
         """Seed this process's generators (dropout) from (seed, step, rank): they carry no state between steps."""
@@ -185,6 +191,7 @@ def prepare(
     )
     check_disk(run)
     if resume is not None:
+        hardware.settle_buckets(model, lambda: task.loss(model, run.any_batch()))  # before buffers are loaded
         load(run, Path(resume))
         run.is_measured = bool(read_state(Path(resume))["metrics"])
         flags.restore(read_state(Path(resume))["not_finite"])

@@ -137,8 +137,12 @@ class RunFolder:
         """Write one file whole or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".{name}.{os.getpid()}"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.path / name)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path / name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one JSON file whole or not at all."""

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -113,7 +114,8 @@ def supervise(
     except LaunchError as error:
         status = folder.status()
         if owns_folder and status.get("state") in ("loading", "running"):  # the ranks did not come to say so
-            folder.write_status("failed", status["step"], error.exit_code, str(error))
+            with suppress(OSError):  # no room for it: stderr has it
+                folder.write_status("failed", status["step"], error.exit_code, str(error))
         raise
 
 

@@ -62,6 +62,7 @@ def test_an_interrupted_quickstart_says_how_to_go_on_and_the_second_one_does(
         "data": {"train": str(tmp_path / "rows.jsonl"), "eval_rows": 4},
         "batch": {"global_size": 2, "micro_size": 2},
         "train": {"max_steps": 4},
+        "optimizer": {"learning_rate": 1e-3},
         "evaluate": {"at_start": True},
     }
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(values))
@@ -79,7 +80,7 @@ def test_an_interrupted_quickstart_says_how_to_go_on_and_the_second_one_does(
         main(["quickstart"])
     said = capsys.readouterr()
     assert not end.value.code, said.err
-    assert "goes on after step 2" in said.err and "after 4 steps" in said.out
+    assert "goes on after step 1" in said.err and "after 4 steps" in said.out
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["small"]
 
 

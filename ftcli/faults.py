@@ -26,6 +26,7 @@ from .run_folder import RunFolder
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STARTED = "FTCLI_STARTED"  # when our parent started the launch, on the monotonic clock of this machine
 POLL_SECONDS = 0.5
+ECHO_SECONDS = 2.0
 PEER_GRACE_SECONDS = 10.0
 
 
@@ -92,8 +93,9 @@ class StopRequest:
 
     Use as a context manager. Below ftcli's own parent only the file counts: the parent owns the signals, and one that
     reaches every process of a job at once (`scancel`) must end none of them. In this process alone, or under a bare
-    `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count too, and a second signal does what it did before. One rank
-    per machine reads the file; ranks must agree among themselves.
+    `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count too, and a second signal does what it did before (under
+    torchrun not within two seconds: of a signal to every process of a job it passes its own on to the ranks). One
+    rank per machine reads the file; ranks must agree among themselves.
     """
 
     def __init__(self, folder: RunFolder | str | Path | None = None) -> None:
@@ -106,7 +108,9 @@ class StopRequest:
         self._began = float(os.environ.get(STARTED) or time.monotonic())
         self._ends = math.inf
         self._pid = os.getpid()
-        self._signalled = self._at_once = False
+        self._signalled = -math.inf  # when the first signal came, on the monotonic clock
+        self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+        self._at_once = False
 
     @classmethod
     def listening(cls, folder: RunFolder | str | Path) -> StopRequest:
@@ -165,13 +169,15 @@ class StopRequest:
         name = signal.Signals(number).name
         if os.getpid() != self._pid:  # in a child that was forked meanwhile, which is no part of the agreement
             _die_of(number)
-        elif self._signalled:  # the second: no more patience
+        elif time.monotonic() - self._signalled < self._echo:  # the first once more, which torchrun passes on
+            return
+        elif self._signalled > -math.inf:  # the second: no more patience
             self._restore()
             if self._folder is not None and _rank() == 0:
                 _fail(self._folder, EXIT_SIGNAL + number, f"ended by a second signal ({name})")
             os.kill(os.getpid(), number)
         else:
-            self._signalled = True
+            self._signalled = time.monotonic()
             self.reason = self.reason or name
             if self._at_once:
                 raise Stopped(name)

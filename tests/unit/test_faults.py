@@ -113,6 +113,16 @@ def test_a_first_signal_after_the_time_limit_is_not_the_second(tmp_path: Path) -
     assert stop.reason == "train.max_minutes"
 
 
+def test_a_signal_that_torchrun_passes_on_again_is_not_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with StopRequest.listening(tmp_path) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # would end this process
+        assert stop.reason == "SIGTERM"
+
+
 def test_a_signal_where_nothing_is_to_be_saved_stops_at_once(tmp_path: Path) -> None:
     with StopRequest.listening(tmp_path) as stop, pytest.raises(Stopped), stop.at_once():
         signal.raise_signal(signal.SIGUSR1)

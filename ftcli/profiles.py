@@ -66,6 +66,15 @@ class Profile:
         copies, shards = sizes
         return int(copies), int(shards)
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether DeepSpeed keeps the optimizer's state on the host."""
+        section = self.values.get("deepspeed_config") or {}
+        if (file := section.get("deepspeed_config_file")) is not None:
+            zero = read_document(file).values.get("zero_optimization") or {}
+            return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+        return (section.get("offload_optimizer_device") or "none") != "none"
+
     def as_yaml(self) -> str:
         """Return the profile as the run folder keeps it: a file that `load_profile` takes."""
         return f"# profile {self.name}, source: {self.source}\n{dump_document(self.values)}"
@@ -101,6 +110,9 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
         problems.append(Problem("this profile needs DeepSpeed, which is not installed", where, hint))
     elif profile.distributed_type == "DEEPSPEED" and recipe.faults.non_finite == "skip":
         problems += _steps_anyway(metadata.version("deepspeed"), where)
+    if profile.distributed_type == "DEEPSPEED" and profile.offloads_optimizer and recipe.precision == "bf16_pure":
+        told = "precision is bf16_pure, and DeepSpeed then offloads no optimizer but its own, which it would compile"
+        problems.append(Problem(told, where, "use precision: bf16, or the profile fsdp_offload"))
     return problems
 
 

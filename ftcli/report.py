@@ -7,6 +7,7 @@ due. On a terminal progress is one moving line; in a log file it is one plain li
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 import time
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .loop import Step
     from .run import Run
 
+NAME_OF_RUN = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}  # each tracker's key for it
 QUIET_SECONDS = 2.0  # least time between plain progress lines, the first and the last apart
 
 
@@ -47,7 +49,9 @@ class Reporter:
                 self.folder.write_status("running", self.number, 0)
         if self.run.recipe.log.trackers and self.run.folder is not None:
             config = {"task": self.run.recipe.task, "model": self.run.recipe.model.name, "seed": self.run.recipe.seed}
-            self.run.hardware.accelerator.init_trackers("tracking", config=config)
+            project = os.environ.get("WANDB_PROJECT", "ftcli")  # mlflow's own variable wins inside Accelerate
+            names = {tracker: {key: self.run.folder.path.name} for tracker, key in NAME_OF_RUN.items()}
+            self.run.hardware.accelerator.init_trackers(project, config=config, init_kwargs=names)
         if self.terminal:
             self._start_progress()
         return self

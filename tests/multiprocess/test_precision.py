@@ -19,7 +19,8 @@ HELD = {"bf16": "torch.float32", "fp16": "torch.float32", "bf16_pure": "torch.bf
 FROZEN = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "bf16_pure": "torch.bfloat16"}
 TOO_LARGE = 2.0**130  # a float32 loss times this is infinite, and so is its gradient
 pytestmark = pytest.mark.slow
-PROFILES = ["ddp", "fsdp", "zero2", "zero3", "fsdp_offload", "zero3_offload"]
+OFFLOADING = "zero3_offload"  # refuses bf16_pure: see profiles.check_pair
+PROFILES = ["ddp", "fsdp", "zero2", "zero3", "fsdp_offload", OFFLOADING]
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_in_every_precision(folder: Path) -> dict[str, Any]:
+def train_in_every_precision(folder: Path, profile: str) -> dict[str, Any]:
     """Return losses, dtypes and, for fp16, what a loss scale that is too large did."""
     from ftcli.loop import steps
     from ftcli.run import prepare
 
     found: dict[str, Any] = {}
-    for precision in MOST:
+    for precision in [name for name in MOST if (profile, name) != (OFFLOADING, "bf16_pure")]:
         for name in NAMES:
             run = prepare(cell(folder, name, precision=precision), cpu=True)
             parameters = list(run.hardware.unwrap(run.model).parameters())
@@ -68,12 +69,12 @@ def overflow(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def single(inputs: Path) -> dict[str, Any]:
-    return run_on_cpu(train_in_every_precision, inputs, processes=1, profile="single")[0]
+    return run_on_cpu(train_in_every_precision, inputs, "single", processes=1, profile="single")[0]
 
 
 @pytest.fixture(scope="module", params=PROFILES)
 def found(request: pytest.FixtureRequest, inputs: Path) -> dict[str, Any]:
-    return run_on_cpu(train_in_every_precision, inputs, processes=2, profile=request.param)[0]
+    return run_on_cpu(train_in_every_precision, inputs, request.param, processes=2, profile=request.param)[0]
 
 
 @pytest.mark.parametrize("precision", MOST)
@@ -81,6 +82,8 @@ def found(request: pytest.FixtureRequest, inputs: Path) -> dict[str, Any]:
 def test_a_curve_in_low_precision_does_not_depend_on_the_profile(
     precision: str, name: str, single: dict[str, Any], found: dict[str, Any]
 ) -> None:
+    if f"{precision} {name}" not in found:
+        pytest.skip(f"{OFFLOADING} refuses {precision}")
     wanted, other = single[f"{precision} {name}"], found[f"{precision} {name}"]
     assert other["losses"] == pytest.approx(wanted["losses"], rel=MOST[precision])
     assert other["held"] == wanted["held"] == {HELD[precision]}

@@ -341,6 +341,18 @@ def test_what_accelerate_config_itself_writes_is_taken() -> None:
     assert check_pair(a_recipe("bf16"), profile) == []
 
 
+def test_pure_bf16_is_refused_where_deepspeed_keeps_the_optimizer_on_the_host() -> None:
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
+    section = "{deepspeed_config_file: ds.json, zero3_init_flag: false}"
+    Path("file.yaml").write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config: {section}\n")
+    for name in ("zero3_offload", "file.yaml"):
+        (problem,) = check_pair(a_recipe("bf16_pure"), load_profile(name))
+        assert "bf16_pure" in problem.what and "fsdp_offload" in problem.hint
+        assert check_pair(a_recipe("bf16"), load_profile(name)) == []
+    for name in ("zero3", "zero2", "fsdp_offload"):
+        assert check_pair(a_recipe("bf16_pure"), load_profile(name)) == []
+
+
 def test_keys_of_fsdp_config_may_lack_their_prefix_as_accelerate_allows() -> None:
     Path("p.yaml").write_text("distributed_type: FSDP\nfsdp_config: {version: 2, offload_params: false}\n")
     assert load_profile("p.yaml").values["fsdp_config"] == {"fsdp_version": 2, "fsdp_offload_params": False}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from ftcli import quickstart
 from ftcli.__main__ import main
 from ftcli.quickstart import FUNCTIONS, WIDEST_ANSWER, next_folder, print_story, shorten
 from ftcli.run_folder import RunFolder
+from ftcli.tasks import sft
 from ftcli.testing import save_tiny_causal
 
 METRICS = [
@@ -33,31 +36,13 @@ def test_earlier_runs_are_kept_and_one_that_was_stopped_is_gone_on_with(tmp_path
     assert next_folder(wanted) == tmp_path / "quickstart-2"
 
 
-INTERRUPTED_TASK = """
-import os, signal
-from ftcli.tasks import sft
-
-Options = sft.Options
-
-class Task(sft.Task):
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += 1
-        if str(self.calls) == os.environ.get("INTERRUPT_AT"):
-            os.kill(os.getpid(), signal.SIGINT)
-        return super().loss(model, batch)
-"""
-
-
 def test_an_interrupted_quickstart_says_how_to_go_on_and_the_second_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_tiny_causal(tmp_path / "model")
-    (tmp_path / "task.py").write_text(INTERRUPTED_TASK)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b c d"}\n' * 12)
     values = {
-        "task": str(tmp_path / "task.py"),
+        "task": "sft",
         "model": {"name": str(tmp_path / "model"), "dropout": 0.0},
         "data": {"train": str(tmp_path / "rows.jsonl"), "eval_rows": 4},
         "batch": {"global_size": 2, "micro_size": 2},
@@ -70,12 +55,19 @@ def test_an_interrupted_quickstart_says_how_to_go_on_and_the_second_one_does(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(quickstart, "RECIPE", str(tmp_path / "small.yaml"))
     monkeypatch.setattr(quickstart, "MAX_NEW_TOKENS", 2)
-    monkeypatch.setenv("INTERRUPT_AT", "1")
+    loss = sft.Task.loss
+
+    def interrupted(*arguments: Any) -> Any:
+        if not (tmp_path / "interrupted").exists():
+            (tmp_path / "interrupted").touch()
+            signal.raise_signal(signal.SIGINT)
+        return loss(*arguments)
+
+    monkeypatch.setattr(sft.Task, "loss", interrupted)
     with pytest.raises(SystemExit) as end:
         main(["quickstart"])
     assert end.value.code == 75
     assert "the same command goes on with runs/small" in capsys.readouterr().err
-    monkeypatch.delenv("INTERRUPT_AT")
     with pytest.raises(SystemExit) as end:
         main(["quickstart"])
     said = capsys.readouterr()

@@ -153,6 +153,7 @@ def test_without_memory_for_a_copy_training_waits_for_the_disk_and_says_so(
     assert seen[2] == ["step-000002"] and saved_steps(tmp_path / "run") == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_a_record_hides_no_error_and_the_run_goes_on_later(
     inputs: Path, tmp_path: Path
 ) -> None:

@@ -186,7 +186,9 @@ def go_back(folder: Path, output: Path, workers: int) -> dict[str, Any]:
     ("profile", "workers"),
     [
         ("single", 0),
-        ("single", 2),  # which hold rows that were asked for before the run went back
+        pytest.param(
+            "single", 2, marks=pytest.mark.slow
+        ),  # which hold rows that were asked for before the run went back
         ("ddp", 0),
         *(pytest.param(p, 0, marks=pytest.mark.slow) for p in ("fsdp", "zero2", "zero3")),
     ],

@@ -28,10 +28,12 @@ import torch
 from .checkpoint_folder import (
     CHECKPOINTS,
     FORMAT,
+    STATE,
     checkpoint_path,
     prune,
     publish,
     read_state,
+    restate,
     size_of,
     write_durably,
 )
@@ -99,6 +101,25 @@ def load(run: Run, folder: Path) -> None:
         run.hardware.loss_scale.restore(state["loss_scale"])
 
 
+def make_up(run: Run, metrics: dict[str, float] | None) -> None:
+    """Add the metrics of an evaluation that a stop had cut short to the checkpoint that the run went on from.
+
+    From then on it takes part in `checkpoint.keep_best`. A checkpoint of another run is left as it is. Every rank
+    calls it; None: the evaluation was cut short once more.
+    """
+    if run.folder is None or run.first_step == 0 or metrics is None or run.is_measured_only:
+        return
+    _check_metric(run.recipe.checkpoint, metrics)
+    folder, ranks = checkpoint_path(run.folder.path, run.first_step), run.hardware.ranks
+
+    def write() -> None:
+        if ranks.is_main and (folder / STATE).exists():
+            restate(folder, metrics=metrics)
+
+    on_every_rank(ranks, f"{folder} could not be written", write)
+    run.is_measured = True
+
+
 class Stored:
     """The tensors of a checkpoint, by kind and name; reads any stretch of one, and nothing else, from its files."""
 
@@ -144,14 +165,20 @@ class Stored:
 
 
 def check_disk(run: Run) -> None:
-    """Raise `InputError` when the checkpoints that will stand at the same time do not fit on the disk."""
+    """Raise `InputError` when no checkpoint can be written, or those that stand together do not fit on the disk."""
     if run.folder is None:
         return
+    place = run.folder.path / CHECKPOINTS  # may be a link to another disk
+    if (place.exists() or place.is_symlink()) and not (place.is_dir() and os.access(place, os.W_OK)):
+        raise InputError(
+            f"{place} is no folder that can be written to", hint="mend it, or choose another place with --output"
+        )
     elements = sum(torch.Size(shape).numel() for shape in run.hardware.trained_shapes(run.model).values())
-    count, path = standing(run.recipe.checkpoint, run.first_step, run.steps), run.folder.path
+    count = standing(run.recipe.checkpoint, run.first_step, run.steps)
+    path = place if place.is_dir() else run.folder.path
     needed = BYTES_PER_ELEMENT * elements * count
     free = shutil.disk_usage(next(item for item in (path, *path.absolute().parents) if item.exists())).free
-    if needed > free + size_of(path / CHECKPOINTS):
+    if needed > free + size_of(place):
         raise InputError(
             f"{count} checkpoints of {BYTES_PER_ELEMENT * elements / 1e9:.3g} GB do not fit into {path}: "
             f"{free / 1e9:.3g} GB are free",

@@ -50,8 +50,10 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's state.json."""
+    """Return a checkpoint's state.json; what the first writers of its format left out is None, or empty."""
     state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+    state.setdefault("not_finite", [])
+    state.get("data", {}).setdefault("facts", None)
     return state
 
 
@@ -64,11 +66,12 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
         if problem := _no_file(path):
             return problem
     content = (folder / STATE).read_bytes()
-    if hashlib.sha256(content).hexdigest() != (folder / COMPLETE).read_text(encoding="utf-8", errors="replace").strip():
+    if hashlib.sha256(content).hexdigest() not in _digests(folder):
         return f"{folder / STATE} is damaged: it is not the file whose sha256 stands in {COMPLETE}"
     state = json.loads(content)
     if state["format"] != FORMAT:
-        return f"{folder} has format {state['format']}, and this ftcli reads format {FORMAT}"
+        writer = state.get("versions", {}).get("ftcli", "of another version")
+        return f"{folder} has format {state['format']}, and this ftcli reads format {FORMAT}: use ftcli {writer}"
     for name, record in state["files"].items():
         path = folder / name
         if Path(name).name != name:
@@ -131,6 +134,26 @@ def publish(temporary: Path, folder: Path, state: dict[str, Any]) -> None:
     _sync(folder.parent)
 
 
+def restate(folder: Path, **changes: Any) -> None:
+    """Change keys of a checkpoint's state; a kill at any moment leaves it intact, with the old state or the new one.
+
+    For that COMPLETE holds the sha256 of both meanwhile.
+    """
+    old = (folder / STATE).read_bytes()
+    new = json.dumps(json.loads(old) | changes, indent=1).encode()
+    before, after = (hashlib.sha256(content).hexdigest() for content in (old, new))
+    for name, content in ((COMPLETE, f"{before}\n{after}\n".encode()), (STATE, new), (COMPLETE, f"{after}\n".encode())):
+        write_durably(folder / f".{name}.tmp", content)
+        (folder / f".{name}.tmp").replace(folder / name)
+        _sync(folder)
+
+
+def _digests(folder: Path) -> list[str]:
+    """Return the sha256 that a checkpoint's state may have: one, or two while `restate` is at work."""
+    lines = (folder / COMPLETE).read_text(encoding="utf-8", errors="replace").split()
+    return lines if len(lines) < 3 and all(re.fullmatch("[0-9a-f]{64}", line) for line in lines) else []
+
+
 def abandon(run: Path, step: int) -> None:
     """Rename checkpoints beyond `step`, so that no later resume takes them for this run's; drop half-written ones."""
     for folder in (run / CHECKPOINTS).glob("*"):
@@ -187,7 +210,7 @@ def describe(folder: Path) -> list[str]:
         "data": f"{state['data']['rows']} rows, fingerprint {state['data']['fingerprint']}",
         "versions": ", ".join(f"{name} {version}" for name, version in state["versions"].items()),
     } | {f"eval/{name}": f"{value:.4g}" for name, value in state["metrics"].items()}
-    bad = [f"step {entry['step']} ({entry['policy']})" for entry in state.get("not_finite", [])]
+    bad = [f"step {entry['step']} ({entry['policy']})" for entry in state["not_finite"]]
     facts |= {"not finite": ", ".join(bad)} if bad else {}
     width = max(map(len, facts))
     lines = [f"{name:<{width}}  {text}" for name, text in facts.items()]

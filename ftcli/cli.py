@@ -389,7 +389,8 @@ def quickstart() -> None:
     """Train a small real model, show before and after."""
     from . import quickstart as module
 
-    module.quickstart()
+    folder = module.quickstart()
+    raise typer.Exit(folder.status().get("exit_code", EXIT_DONE))
 
 
 @app.command()

@@ -20,6 +20,7 @@ from .errors import InputError, Problem, nearest
 from .recipe import Recipe
 from .recipe_file import load_recipe
 from .reloading import Proof, digest, reload
+from .resumption import stored_recipe
 from .run_folder import RunFolder
 from .shards import SHARD_SIZE, save_weights, shard_bytes
 
@@ -107,7 +108,7 @@ def _job(source: Path, *, merge: bool, dtype: str | None, most: int) -> Job:
     if checkpoint is None:
         recipe, run = load_recipe(source / "recipe.yaml"), RunFolder(source)
     else:
-        recipe, run = Recipe.model_validate(read_state(checkpoint)["recipe"]), RunFolder(checkpoint.parent.parent)
+        recipe, run = stored_recipe(checkpoint), RunFolder(checkpoint.parent.parent)
     if merge and recipe.adapter.type == "none":
         raise InputError("--merge is for adapter runs; this run trained the whole model", hint="leave --merge out")
     from .tasks import find_task
@@ -186,6 +187,11 @@ def _write_checkpoint(job: Job, folder: Path) -> Proof:
     assert job.checkpoint is not None
     quiet_libraries()
     state, dtype = read_state(job.checkpoint), getattr(torch, job.dtype)
+    if state["data"]["facts"] is None:
+        raise InputError(
+            f"{job.checkpoint} does not say what its task read from the rows: an older ftcli wrote it",
+            hint="resume it for one more step, and export the checkpoint that is saved then",
+        )
     task = build_task(job.recipe)
     model = build_model(job.recipe, task, state["data"]["facts"])
     check_names(model, state)

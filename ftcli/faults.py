@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from .run_folder import RunFolder
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STARTED = "FTCLI_STARTED"  # when our parent started the launch, on the monotonic clock of this machine
 POLL_SECONDS = 0.5
+ECHO_SECONDS = 2.0
 PEER_GRACE_SECONDS = 10.0
 
 
@@ -41,7 +42,8 @@ def record_failure(folder: RunFolder | str | Path) -> Iterator[None]:
         yield
     except BaseException as error:
         if not isinstance(error, GeneratorExit) and not (isinstance(error, SystemExit) and not error.code):
-            _write_record(_path_of(folder), error)
+            with suppress(OSError):  # a full disk may be what the error is about: it must not be lost for its record
+                _write_record(_path_of(folder), error)
         raise
 
 
@@ -89,10 +91,11 @@ class Stopped(KeyboardInterrupt):
 class StopRequest:
     """Whether this run was asked to end after the current step: by a signal, the run folder's file `stop`, or time.
 
-    Use as a context manager. Below ftcli's own parent only the file counts, because the parent owns the
-    signals; in this process alone, or under a bare `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count
-    too, and a second signal does what it did before. One rank per machine reads the file; ranks must agree
-    among themselves.
+    Use as a context manager. Below ftcli's own parent only the file counts: the parent owns the signals, and one that
+    reaches every process of a job at once (`scancel`) must end none of them. In this process alone, or under a bare
+    `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count too, and a second signal does what it did before (under
+    torchrun not within two seconds: of a signal to every process of a job it passes its own on to the ranks). One
+    rank per machine reads the file; ranks must agree among themselves.
     """
 
     def __init__(self, folder: RunFolder | str | Path | None = None) -> None:
@@ -105,7 +108,9 @@ class StopRequest:
         self._began = float(os.environ.get(STARTED) or time.monotonic())
         self._ends = math.inf
         self._pid = os.getpid()
-        self._signalled = self._at_once = False
+        self._signalled = -math.inf  # when the first signal came, on the monotonic clock
+        self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+        self._at_once = False
 
     @classmethod
     def listening(cls, folder: RunFolder | str | Path) -> StopRequest:
@@ -118,6 +123,9 @@ class StopRequest:
             if threading.current_thread() is threading.main_thread():
                 for number in STOP_SIGNALS:
                     self._previous[number] = signal.signal(number, self._handle)
+        elif threading.current_thread() is threading.main_thread():
+            # SIGTERM is ignored already, but pools of processes that are forked below must be able to end theirs.
+            self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._leave_to_parent)
         return self
 
     def __exit__(
@@ -153,18 +161,23 @@ class StopRequest:
                 self.reason = self._folder.stop_file.read_text(encoding="utf-8").strip() or "stop file"
         return bool(self.reason)
 
+    def _leave_to_parent(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            _die_of(number)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if os.getpid() != self._pid:  # in a child that was forked meanwhile, which is no part of the agreement
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif self._signalled:  # the second: no more patience
+            _die_of(number)
+        elif time.monotonic() - self._signalled < self._echo:  # the first once more, which torchrun passes on
+            return
+        elif self._signalled > -math.inf:  # the second: no more patience
             self._restore()
             if self._folder is not None and _rank() == 0:
                 _fail(self._folder, EXIT_SIGNAL + number, f"ended by a second signal ({name})")
             os.kill(os.getpid(), number)
         else:
-            self._signalled = True
+            self._signalled = time.monotonic()
             self.reason = self.reason or name
             if self._at_once:
                 raise Stopped(name)
@@ -181,6 +194,12 @@ class StopRequest:
     def _remove_file(self) -> None:
         if self._folder and self._reads_file:
             self._folder.stop_file.unlink(missing_ok=True)
+
+
+def _die_of(number: int) -> None:
+    """Do what a signal does to a process that handles none."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def end_early(folder: RunFolder, reason: str) -> None:

@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from .errors import InputError, Problem
 from .faults import StopRequest
 from .machines import ONE_MACHINE, Machines, machine_problems
 from .run_folder import FLIGHT_RECORDER, RunFolder
-from .supervision import LaunchError, say, supervise
+from .supervision import ENDING, LaunchError, say, supervise
 
 if TYPE_CHECKING:
     from .profiles import Profile
@@ -99,56 +100,62 @@ def train(
     if dry_run and "FTCLI_LAUNCHED" not in os.environ:
         folder = folder.beside_for_rehearsal(clear=machines.rank == 0)
     resume = NEVER if dry_run else str(resume)
-    with StopRequest() as early, early.at_once():  # it may read every byte of a checkpoint
-        start = find_start(folder, loaded, resume, anyway=resume_anyway)
-    if start is not None and is_done(folder, loaded, start):
-        if os.environ.get("RANK", "0") == "0":
-            say(f"ftcli: {folder.path} is done at step {folder.status()['step']}: nothing is left to resume")
-        return folder
-    resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
-    if chosen is None or is_launched():
-        from .run import work
+    is_owner = "FTCLI_LAUNCHED" not in os.environ and os.environ.get("RANK", "0") == "0" and machines.rank == 0
+    with folder.taken() if is_owner else nullcontext():
+        with StopRequest() as early, early.at_once():  # it may read every byte of a checkpoint
+            start = find_start(folder, loaded, resume, anyway=resume_anyway)
+        if start is not None and is_done(folder, loaded, start):
+            if os.environ.get("RANK", "0") == "0":
+                say(f"ftcli: {folder.path} is done at step {folder.status()['step']}: nothing is left to resume")
+            return folder
+        resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
+        if chosen is None or is_launched():
+            from .run import work
 
-        if not is_launched():
-            _check_without_profile(num_processes, num_machines, launch_arguments)
-            derive_plan(loaded, 1)
-            check_inputs(loaded)
-        work(
-            loaded,
-            chosen,
-            output=folder.path,
+            if not is_launched():
+                _check_without_profile(num_processes, num_machines, launch_arguments)
+                derive_plan(loaded, 1)
+                check_inputs(loaded)
+            work(
+                loaded,
+                chosen,
+                output=folder.path,
+                cpu=cpu,
+                dry_run=dry_run,
+                record_start=record_start,
+                resuming=resuming,
+                start=start,
+                resume_anyway=resume_anyway,
+            )
+            return folder
+        world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines.count)
+        if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
+            raise InputError(problems)
+        derive_plan(loaded, world)
+        derive_shards(*chosen.mesh, world)
+        check_inputs(loaded)
+        if num_processes is None and cpu and world > 1:
+            say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
+        if machines.rank == 0:
+            folder.claim(resuming=resuming)
+        worker = [
+            "train",
+            _file_for_workers(recipe, folder, machines),
+            *(f"--set={override}" for override in overrides),
+        ]
+        worker += ["--output", str(folder.path)] + ["--cpu"] * cpu + ["--dry-run"] * dry_run
+        worker += ["--record-start"] * record_start + ["--resume-anyway"] * resume_anyway
+        worker += [] if start is None else ["--resume", str(start.resolve())]
+        launch(
+            worker,
+            profile=chosen,
+            num_processes=world,
+            machines=machines,
             cpu=cpu,
-            dry_run=dry_run,
-            record_start=record_start,
-            resuming=resuming,
-            start=start,
-            resume_anyway=resume_anyway,
+            folder=folder,
+            launch_arguments=launch_arguments,
         )
         return folder
-    world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines.count)
-    if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
-        raise InputError(problems)
-    derive_plan(loaded, world)
-    derive_shards(*chosen.mesh, world)
-    check_inputs(loaded)
-    if num_processes is None and cpu and world > 1:
-        say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
-    if machines.rank == 0:
-        folder.claim(resuming=resuming)
-    worker = ["train", _file_for_workers(recipe, folder, machines), *(f"--set={override}" for override in overrides)]
-    worker += ["--output", str(folder.path)] + ["--cpu"] * cpu + ["--dry-run"] * dry_run
-    worker += ["--record-start"] * record_start + ["--resume-anyway"] * resume_anyway
-    worker += [] if start is None else ["--resume", str(start.resolve())]
-    launch(
-        worker,
-        profile=chosen,
-        num_processes=world,
-        machines=machines,
-        cpu=cpu,
-        folder=folder,
-        launch_arguments=launch_arguments,
-    )
-    return folder
 
 
 def evaluate_target(
@@ -223,7 +230,7 @@ def launch(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // local)),
         "PYTHONPATH": os.pathsep.join(_import_path()),
     }
-    environment |= _flight_recorder(folder)
+    environment |= _flight_recorder(folder) | _torchrun()
     if cpu:  # a rehearsal must not touch the GPUs that may be there; DeepSpeed would pick them by itself
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     port = ["--main_process_port", "0"] if machines.count == 1 and machines.main_port is None else []
@@ -237,6 +244,11 @@ def launch(
         owns_folder=is_first,
         is_alone=machines.count == 1,
     )
+
+
+def _torchrun() -> dict[str, str]:
+    """Return what makes torchrun leave stop signals to us, and wait briefly for ranks whose peer has failed."""
+    return {"PET_SIGNALS_TO_HANDLE": ENDING.name, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
 
 
 def _flight_recorder(folder: RunFolder) -> dict[str, str]:

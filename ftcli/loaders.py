@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .faults import ignore_signals_in_workers
 from .sampling import PADDING, EvalOrder, Key, TrainOrder
+from .tasks import Carried
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -22,7 +23,16 @@ if TYPE_CHECKING:
     from .tasks.protocol import Batch, Row, Task
 
 
-class Rows:
+class _WithTask:
+    """What is handed to loader processes together with a task, which may be of a user's own file."""
+
+    task: Task
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"task": Carried(self.task)}
+
+
+class Rows(_WithTask):
     """Prepared rows as a map-style data set over the keys of `sampling`: each is a list of the documents it holds.
 
     A document is a plain dictionary. Packed rows hold several, all others one. What is left out, or only fills a
@@ -48,7 +58,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Collate:
+class Collate(_WithTask):
     """Rows to a batch of tensors with the ids of their documents; a class: loader processes can be handed it."""
 
     task: Task

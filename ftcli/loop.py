@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .artifacts import save_final
-from .checkpoint import save
+from .checkpoint import make_up, save
 from .evaluation import evaluate, measure_answers, sample_prompts
 from .faults import Stopped
 from .hardware.out_of_memory import out_of_memory_told
@@ -157,6 +157,7 @@ def train(run: Run) -> None:
         stops = run.hardware.ranks.any(run.stop.requested(now=True))
         if run.starts_with_evaluation and not stops:
             metrics = _measure(run, report, run.first_step)
+            make_up(run, metrics)
         if stops or metrics is None:
             report.stopped(run.first_step)
             return

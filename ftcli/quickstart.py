@@ -6,6 +6,7 @@ know how they work.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,10 @@ WIDEST_ANSWER = 240
 
 
 def quickstart() -> RunFolder:
-    """Fetch what recipes/quickstart.yaml needs, train it, print what changed, and return the run folder."""
+    """Fetch what recipes/quickstart.yaml needs, train it, print what changed, and return the run folder.
+
+    A run that was stopped before is gone on with; one that is stopped now is returned as it stands.
+    """
     from .fetching import fetch
     from .generation import generate
     from .launcher import train
@@ -39,8 +43,11 @@ def quickstart() -> RunFolder:
     prompts = [f"Document this Python function: {function}" for function in FUNCTIONS]
     before = generate(load_recipe(RECIPE).model.name, prompts, max_new_tokens=MAX_NEW_TOKENS)
     started = time.monotonic()
-    run = train(RECIPE, output=free_folder(Path("runs") / RECIPE))
+    run = train(RECIPE, output=next_folder(Path("runs") / Path(RECIPE).stem), resume="auto")
     seconds = time.monotonic() - started
+    if run.status()["state"] == "stopped":
+        print(f"ftcli: the same command goes on with {run.path}", file=sys.stderr)
+        return run
     after = generate(run.path, prompts, max_new_tokens=MAX_NEW_TOKENS)
     from rich.console import Console
 
@@ -48,10 +55,12 @@ def quickstart() -> RunFolder:
     return run
 
 
-def free_folder(wanted: Path) -> Path:
-    """Return `wanted`, or the first of wanted-2, wanted-3, ... that does not exist: earlier runs are kept."""
+def next_folder(wanted: Path) -> Path:
+    """Return the first of `wanted`, wanted-2, wanted-3, ... that does not exist or was stopped: others are kept."""
+    from .run_folder import RunFolder
+
     folder, number = wanted, 1
-    while folder.exists():
+    while folder.exists() and RunFolder(folder).status().get("state") != "stopped":
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder

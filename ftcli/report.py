@@ -84,7 +84,8 @@ class Reporter:
             self._progress.stop()
         if isinstance(error, Exception) and self.folder is not None:  # an interruption is faults.py's to record
             code = EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILED
-            self.folder.write_status("failed", self.number, code, f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # no room for it: the error itself is on its way
+                self.folder.write_status("failed", self.number, code, f"{type(error).__name__}: {error}")
         if self.run.recipe.log.trackers and self.run.folder is not None:
             self.run.hardware.accelerator.end_training()
 

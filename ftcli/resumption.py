@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from .checkpoint_folder import checkpoints_of, damage, is_checkpoint, newest_intact, read_state
+from .checkpoint_folder import CHECKPOINTS, checkpoints_of, damage, is_checkpoint, newest_intact, read_state
 from .errors import InputError, Problem
 from .planning import Plan, derive_plan
 from .recipe import MACHINE_HINT, Recipe
@@ -43,6 +43,7 @@ def find_start(folder: RunFolder, recipe: Recipe, resume: str, *, anyway: bool =
         checkpoint = _named(Path(origin))
     if checkpoint is None:
         return None
+    stored_recipe(checkpoint)
     changes, harmless = recipe_changes(read_state(checkpoint), recipe)
     if changes and not anyway:
         hint = f"set it back, or accept another curve with {ANYWAY}"
@@ -51,6 +52,19 @@ def find_start(folder: RunFolder, recipe: Recipe, resume: str, *, anyway: bool =
         for change in [*harmless, *changes]:
             say(f"ftcli: resuming with another recipe: {change}")
     return checkpoint
+
+
+def stored_recipe(checkpoint: Path) -> Recipe:
+    """Return the recipe that a checkpoint was trained by; raises `InputError` when this ftcli cannot read it."""
+    state = read_state(checkpoint)
+    try:
+        return Recipe.model_validate(state["recipe"])
+    except ValidationError as error:
+        keys = ", ".join(dict.fromkeys(".".join(map(str, problem["loc"])) for problem in error.errors()))
+        raise InputError(
+            f"{checkpoint}: its recipe is none that this ftcli knows ({keys})",
+            hint=f"use the ftcli that wrote it: {state['versions'].get('ftcli', 'see state.json')}",
+        ) from error
 
 
 def is_done(folder: RunFolder, recipe: Recipe, checkpoint: Path) -> bool:
@@ -62,7 +76,7 @@ def is_done(folder: RunFolder, recipe: Recipe, checkpoint: Path) -> bool:
 
 def belongs_to(folder: RunFolder, checkpoint: Path) -> bool:
     """Say whether a checkpoint is one of a run folder's own."""
-    return checkpoint.resolve().parent.parent == folder.path.resolve()
+    return checkpoint.parent.resolve() == (folder.path / CHECKPOINTS).resolve()  # which may be a link to another disk
 
 
 def recipe_changes(state: dict[str, Any], recipe: Recipe) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .cache import PreparedRows, prepare_rows
 from .checkpoint_folder import abandon, damage, read_state, step_of
@@ -104,6 +104,12 @@ class Run:
             name: value.to(device, non_blocking=True) if hasattr(value, "to") else value
             for name, value in batch.items()
         }
+
+    def any_batch(self) -> Batch:
+        """Return a batch of one training row on the device, without taking it from the order of rows."""
+        rows: Any = self.train_loader.dataset
+        batch = self.train_loader.collate_fn([rows[(0, 0)]])
+        return self.to_device({name: value for name, value in batch.items() if name != "sample_ids"})
 
     def reseed(self, step: int) -> None:
         """Seed this process's generators (dropout) from (seed, step, rank): they carry no state between steps."""
@@ -201,9 +207,10 @@ def prepare(
     )
     check_disk(run)
     if resume is not None:
+        hardware.settle_buckets(model, lambda: task.loss(model, run.any_batch()))  # before buffers are loaded
         load(run, Path(resume))
         run.is_measured = bool(read_state(Path(resume))["metrics"])
-        flags.restore(read_state(Path(resume)).get("not_finite", []))
+        flags.restore(read_state(Path(resume))["not_finite"])
         facts.append(f"goes on after step {first_step} from {resume}")
     return run
 
@@ -299,7 +306,7 @@ def work(
                 run.heart = heart
                 _check_world(run, profile)
                 if run.hardware.ranks.is_main:
-                    folder.rewind(run.first_step)
+                    folder.rewind(run.first_step, evaluated=run.is_measured)
                     abandon(folder.path, run.first_step)
                     device = str(run.hardware.accelerator.device)
                     folder.write_json("environment.json", describe_environment(device, run.plan.processes))

@@ -5,16 +5,20 @@ Only this module knows the folder's file names. It is light: it never imports to
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
 import json
 import math
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,10 +29,13 @@ from .errors import InputError
 OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "checkpoints", "final")  # a folder that holds one of these is somebody's
 START = "start.json"  # written on request: what a run was before its first step
 ORIGIN = "resumed.json"  # written by a run that begins at a checkpoint of another run
+LOCK = ".lock"  # held by the process that trains into the folder, or whose launched ranks do
 HEARTBEATS = "heartbeats"  # what each rank is at, while it runs
 FLIGHT_RECORDER = "flight-recorder-rank-"  # where each stood when a collective timed out
 DRY_RUN = "dry-run"  # the file that says a folder may be thrown away
 PACKAGES = ("ftcli", "torch", "accelerate", "transformers", "peft", "datasets", "deepspeed", "safetensors", "numpy")
+
+_LOCKS: dict[Path, int | None] = {}  # folders that this process takes -> open lock file, None before there is one
 
 
 class RunFolder:
@@ -68,8 +75,50 @@ class RunFolder:
             raise InputError(f"cannot make the run folder: {error}", hint="choose another with --output") from error
         if not os.access(self.path, os.W_OK):
             raise InputError(f"{self.path} cannot be written to", hint="choose another folder with --output")
+        self._lock()
         for stale in (self.stop_file, *self.errors.glob("rank-*.json")):
             stale.unlink(missing_ok=True)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Keep other processes from training into the folder, from here on if it exists, else from `claim` on.
+
+        Raises `InputError` when one does. Where the file system knows no locks nobody is kept away.
+        """
+        key = self.path.resolve()
+        _LOCKS[key] = None
+        try:
+            if self.path.is_dir():
+                self._lock()
+            yield
+        finally:
+            lock = _LOCKS.pop(key)
+            if lock is not None:
+                (self.path / LOCK).unlink(missing_ok=True)
+                os.close(lock)
+
+    def _lock(self) -> None:
+        """Lock the folder if it is to be taken; the system lets go of it when this process dies, however it does."""
+        key, path = self.path.resolve(), self.path / LOCK
+        while key in _LOCKS and _LOCKS[key] is None and os.access(self.path, os.W_OK):
+            opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = os.read(opened, 200).decode(errors="replace")
+                os.close(opened)
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise InputError(
+                        f"another process trains into {self.path}: {holder or 'it has just begun'}",
+                        hint="wait for it, stop it, or choose another folder with --output",
+                    ) from None
+                return
+            if path.exists() and path.stat().st_ino == os.fstat(opened).st_ino:
+                os.ftruncate(opened, 0)
+                os.write(opened, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                _LOCKS[key] = opened
+            else:  # its last holder has just removed it
+                os.close(opened)
 
     def beside_for_rehearsal(self, *, clear: bool = True) -> RunFolder:
         """Return the folder of a dry run, beside the real run's; `clear` removes what an earlier one left there."""
@@ -88,8 +137,12 @@ class RunFolder:
         """Write one file whole or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".{name}.{os.getpid()}"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.path / name)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path / name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one JSON file whole or not at all."""
@@ -132,22 +185,27 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def rewind(self, step: int) -> None:
-        """Move the rows of a future that is given up, those beyond `step`, to metrics.abandoned.jsonl and the like."""
-        for name in ("metrics", "samples"):
-            self._rewind(name, step)
+    def rewind(self, step: int, *, evaluated: bool = True) -> None:
+        """Move the rows of a future that is given up, those beyond `step`, to metrics.abandoned.jsonl and the like.
 
-    def _rewind(self, name: str, step: int) -> None:
+        An evaluation after that very step is given up too unless the checkpoint knows of it (`evaluated`).
+        """
+        for name in ("metrics", "samples"):
+            self._rewind(name, step, evaluated=evaluated)
+
+    def _rewind(self, name: str, step: int, *, evaluated: bool) -> None:
         path = self.path / f"{name}.jsonl"
         if not path.exists():
             return
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line]  # answers hold other breaks
         last = step if step else -1  # from step 0 on all happens again, the evaluation at the start too
-        beyond = [line for line in lines if _step_of_row(line) > last]
+        given_up = [_step_of_row(line) > last or (not evaluated and _is_evaluation(line, step)) for line in lines]
+        beyond = [line for line, is_given_up in zip(lines, given_up, strict=True) if is_given_up]
         if beyond:
             with (self.path / f"{name}.abandoned.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in beyond)
-            self.write_text(path.name, "".join(f"{line}\n" for line in lines if _step_of_row(line) <= last))
+            kept = [f"{line}\n" for line, is_given_up in zip(lines, given_up, strict=True) if not is_given_up]
+            self.write_text(path.name, "".join(kept))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, training and evaluation rows as they were written."""
@@ -165,6 +223,11 @@ def _step_of_row(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError):
         return math.inf
+
+
+def _is_evaluation(line: str, step: int) -> bool:
+    """Say whether a row of metrics.jsonl that was written whole is an evaluation after `step` steps."""
+    return _step_of_row(line) == step and "loss" not in json.loads(line)
 
 
 def describe_environment(device: str, processes: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -27,8 +28,10 @@ from .run_folder import FLIGHT_RECORDER, RunFolder
 FAILURE_GRACE_SECONDS = 10.0
 TERMINATE_SECONDS = 3.0
 ENDED_EARLY = "ended before the first step"  # beside exit codes: the outcome of a launch that had nothing to save
-# Slurm sends its early warning to every process of a step, and the launchers would die of it.
-DEAF = ("sh", "-c", 'trap "" INT USR1; exec "$@"', "sh")
+# Batch systems send their signals to every process of a job, and launchers and ranks would die of them: only this
+# process heeds them, and it ends the others by a signal of its own.
+DEAF = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
+ENDING = signal.SIGHUP
 # What an Accelerator in this process (a notebook's) leaves behind: it would leak into the launched ranks.
 FOREIGN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FOREIGN_PREFIXES = (
@@ -111,7 +114,8 @@ def supervise(
     except LaunchError as error:
         status = folder.status()
         if owns_folder and status.get("state") in ("loading", "running"):  # the ranks did not come to say so
-            folder.write_status("failed", status["step"], error.exit_code, str(error))
+            with suppress(OSError):  # no room for it: stderr has it
+                folder.write_status("failed", status["step"], error.exit_code, str(error))
         raise
 
 
@@ -259,7 +263,7 @@ def end_processes(token: str) -> None:
         for process in psutil.process_iter():
             try:
                 if process.environ().get("FTCLI_LAUNCHED") == token and process.pid != os.getpid():
-                    process.terminate()
+                    process.send_signal(ENDING)
                     found.append(process)
             except psutil.Error:  # gone meanwhile, or somebody else's
                 continue

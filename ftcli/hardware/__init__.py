@@ -135,6 +135,14 @@ class Hardware:
         make_missing(slots)
         set_updates(slots, count)
 
+    def settle_buckets(self, model: nn.Module, loss: Callable[[], Tensor]) -> None:
+        """Let a run that is resumed add up gradients in the order of one that never stopped; a collective.
+
+        `loss` computes one of any batch; its gradients are dropped. On up to two ranks there is one order only.
+        """
+        if self.backend is ddp and self.ranks.world > 2:
+            ddp.settle_buckets(self.accelerator, model, loss)
+
     def check_dtypes(self, model: nn.Module, recipe: Recipe) -> str:
         """Return the dtype policy as one line of text; raises when the prepared model does not follow it."""
         return precision.check(self.unwrap(model), recipe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,16 @@ def unscale(model: nn.Module, factor: float) -> None:
 def full_parameter(parameter: nn.Parameter) -> Tensor:
     """Return the parameter: it is whole everywhere."""
     return parameter.data
+
+
+def settle_buckets(accelerator: Accelerator, model: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Make DistributedDataParallel lay its buckets out as after its first step, for good.
+
+    It does so once, by the order in which the first gradients arrive, and an element's place in its bucket decides in
+    which order ranks are added up: without this the first step after a resume would differ in its last bits.
+    """
+    accelerator.backward(loss())
+    model.zero_grad(set_to_none=True)
 
 
 def settle(model: nn.Module) -> None:

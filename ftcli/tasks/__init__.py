@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ from ..errors import InputError, nearest
 if TYPE_CHECKING:
     from ..recipe import Recipe
     from .protocol import Task
+
+
+FROM_FILE = "ftcli_user_task_"  # how the module of a user's file is called
 
 
 def list_tasks() -> list[str]:
@@ -72,6 +76,27 @@ def build_task(recipe: Recipe) -> Task:
     return task
 
 
+class Carried:
+    """A task on its way to another process; it arrives as the task itself.
+
+    A process that was started anew, not forked, knows no user's file: there it is imported before the task arrives.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __reduce__(self) -> tuple[Callable[..., Task], tuple[str | None, bytes]]:
+        module = sys.modules[type(self._task).__module__]
+        return _arrive, (module.__file__ if module.__name__.startswith(FROM_FILE) else None, pickle.dumps(self._task))
+
+
+def _arrive(file: str | None, task: bytes) -> Task:
+    if file is not None:
+        find_task(file)
+    found: Task = pickle.loads(task)
+    return found
+
+
 def _defines_task(path: Path) -> bool:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {"Options", "Task"} <= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -81,7 +106,7 @@ def _from_file(name: str) -> ModuleType:
     path = Path(name).expanduser().resolve()
     if not path.is_file():
         raise InputError(f"no task '{name}': no such file", hint="the path starts at the current folder")
-    known = f"ftcli_user_task_{path.stem}"
+    known = f"{FROM_FILE}{path.stem}"
     if known in sys.modules and sys.modules[known].__file__ == str(path):
         return sys.modules[known]
     spec = importlib.util.spec_from_file_location(known, path)

@@ -222,6 +222,24 @@ def test_an_evaluation_is_cut_short_unrecorded_and_made_up_for(
     assert_same_run(run, never_stopped)
 
 
+def test_the_checkpoint_of_an_evaluation_that_was_cut_short_becomes_the_best_when_it_is_made_up_for(
+    train: Train, tmp_path: Path
+) -> None:
+    run, best = tmp_path / "run", ("--set", "checkpoint.keep_best.metric=loss", "--set", "checkpoint.keep=1")
+    keep = (*best, "--set", "checkpoint.keep_best.direction=max", "--set", "checkpoint.every_steps=1")
+    assert train(run, *keep, SIGNAL_AT="eval_step 5", SIGNALS="SIGTERM")[0] == 75
+    assert_stopped(run, 2)
+    assert read_state(checkpoints_of(run)[-1])["metrics"] == {}
+    code, said = train(run, *keep)
+    assert code == 0, said
+    assert [read_state(folder)["step"] for folder in checkpoints_of(run)] == [2, 4]  # the loss after step 2 is larger
+    assert all(damage(folder) == "" for folder in checkpoints_of(run))
+    (row,) = [row for row in told(run) if row["step"] == 2 and "loss" not in row]
+    assert {f"eval/{name}": value for name, value in read_state(checkpoints_of(run)[0])["metrics"].items()} == {
+        name: value for name, value in row.items() if name != "step"
+    }
+
+
 def test_a_signal_while_saving_leaves_a_whole_checkpoint(
     train: Train, never_stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,15 +302,17 @@ def test_requeued_after_each_step_by_a_time_limit_the_run_is_the_one_never_stopp
     assert_same_run(tmp_path / "run", never_stopped)
 
 
-def test_a_warning_to_the_whole_tree_stops_two_ranks_at_one_step(
-    inputs: Path, tmp_path: Path, never_stopped: Path
+@pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
+def test_a_signal_to_every_process_of_a_job_stops_two_ranks_at_one_step(
+    number: str, inputs: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    trouble = {"SIGNALS": "SIGUSR1", "STOP_FILE": str(run / "stop"), "WHOLE_TREE": "1"}
+    trouble = {"SIGNALS": number, "STOP_FILE": str(run / "stop"), "WHOLE_TREE": "1"}
     result = shell(inputs, *on_two("ddp", run), SIGNAL_AT="loss 3", **trouble)
     assert result.returncode == 75, result.stderr
-    assert "stopped as asked after step 3 of 4 (SIGUSR1)" in result.stderr
+    assert f"stopped as asked after step 3 of 4 ({number})" in result.stderr
     assert_stopped(run, 3)
+    assert not _processes_of(run)
 
 
 def test_a_signal_while_ranks_load_ends_them_at_once(inputs: Path, tmp_path: Path) -> None:

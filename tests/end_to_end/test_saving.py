@@ -46,8 +46,9 @@ class Task(sft.Task):
             names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
             with open(os.environ["SEEN"], "a") as file:
                 file.write(json.dumps(names) + "\\n")
-        if os.environ.get("RANK") == "1" and str(self.calls) == os.environ.get("FULL_AT"):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        if os.environ.get("RANK", "1") == "1" and str(self.calls) == os.environ.get("FULL_AT"):
+            room = int(os.environ.get("ROOM", "50000"))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
         if str(self.calls) == os.environ.get("STOP_AT"):
             os.kill(os.getpid(), signal.SIGTERM)
         if str(self.calls) == os.environ.get("KILL_AT"):
@@ -150,6 +151,35 @@ def test_without_memory_for_a_copy_training_waits_for_the_disk_and_says_so(
     seen = train(tmp_path / "run", monkeypatch)
     assert capsys.readouterr().err.count("training waits for the disk") == 1
     assert seen[2] == ["step-000002"] and saved_steps(tmp_path / "run") == [2, 4, 6]
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_for_a_record_hides_no_error_and_the_run_goes_on_later(
+    inputs: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--output", str(run), "--resume", "auto"]
+    command += ["--set", "checkpoint.background=false"]
+    trouble = os.environ | {"FULL_AT": "4", "ROOM": "100", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=inputs, env=trouble)
+    assert done.returncode == 1 and done.stderr.endswith("OSError: [Errno 27] File too large\n"), done.stderr[-3000:]
+    assert "append_metrics" in done.stderr and "write_status" not in done.stderr  # the first error, not a later one
+    assert saved_steps(run) == [2] and not list(run.glob(".*.json.*"))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=inputs, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0 and "goes on after step 2" in done.stderr, done.stderr[-3000:]
+    assert saved_steps(run) == [2, 4, 6]
+
+
+def test_checkpoints_that_cannot_be_written_are_told_before_the_first_step(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(inputs)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk that is not mounted")
+    with pytest.raises(SystemExit) as end:
+        main(["train", "recipe.yaml", "--output", str(tmp_path / "run"), "--resume", "auto"])
+    assert end.value.code == 2
+    assert "checkpoints is no folder that can be written to" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_on_one_rank_ends_the_run_soon_and_names_the_rank(inputs: Path, tmp_path: Path) -> None:

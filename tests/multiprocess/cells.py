@@ -112,7 +112,12 @@ def train_recipe(recipe: Recipe, *, cpu: bool = True) -> dict[str, Any]:
 
 
 def save_and_resume(
-    folder: Path, names: list[str], changes: dict[str, Any], output: Path | None, sources: list[Path]
+    folder: Path,
+    names: list[str],
+    changes: dict[str, Any],
+    output: Path | None,
+    sources: list[Path],
+    at: int = SAVED_AT,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Save each cell's checkpoint into `output` on the way, and go on from those of the sources, on this profile.
 
@@ -120,11 +125,13 @@ def save_and_resume(
     """
     from ftcli.checkpoint_folder import checkpoint_path
 
-    saved = {} if output is None else {name: save_cell(cell(folder, name, **changes), output / name) for name in names}
+    saved = (
+        {}
+        if output is None
+        else {name: save_cell(cell(folder, name, **changes), output / name, at=(at,)) for name in names}
+    )
     resumed = {
-        source.name: {
-            name: go_on(cell(folder, name, **changes), checkpoint_path(source / name, SAVED_AT)) for name in names
-        }
+        source.name: {name: go_on(cell(folder, name, **changes), checkpoint_path(source / name, at)) for name in names}
         for source in sources
     }
     return saved, resumed

@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ Moment = tuple[str, int]  # an operation as `_kind` names it, and which of its o
 def train(recipe: Path, output: Path, profile: str, kill: Moment | None) -> tuple[list[int], Counter[str]]:
     """Run `ftcli train --resume auto` on one process, or two under a profile, until it ends or is killed.
 
-    Returns (exit code of each rank, how often each operation happened on the main rank if it ended by itself).
+    Returns (exit code of each rank, how often each operation happened on the main rank if it ended by itself). Raises
+    `RuntimeError` when a rank is still there after two minutes.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -52,7 +54,9 @@ def train(recipe: Path, output: Path, profile: str, kill: Moment | None) -> tupl
     try:
         for process in ranks:
             process.join(timeout=120)
-        codes = [-1 if process.exitcode is None else process.exitcode for process in ranks]
+        codes = [process.exitcode for process in ranks if process.exitcode is not None]
+        if len(codes) < world:
+            raise RuntimeError(f"of {world} ranks only {len(codes)} ended, with {codes}")
     finally:
         for process in ranks:
             process.kill()
@@ -72,6 +76,8 @@ def _rank(
         if event in OPERATIONS and (kind := _kind(event, arguments, output)):
             counts[kind] += 1
             if kill is not None and kill[0] == kind and kill[1] == counts[kind]:
+                while 0 in pids[:]:  # a rank that comes later than this would wait for the others forever
+                    time.sleep(0.001)
                 for pid in [pid for pid in pids if pid not in (0, os.getpid())]:
                     os.kill(pid, signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -155,11 +155,16 @@ def test_a_skipped_step_leaves_no_trace_in_other_precisions(profile: str, inputs
     assert_left_out(found)
 
 
-def go_back(folder: Path, output: Path) -> dict[str, Any]:
+def go_back(folder: Path, output: Path, workers: int) -> dict[str, Any]:
     """Return the curves of a run that goes back from a bad step, and of one that skips it."""
+    import multiprocessing
+
     from ftcli.run import prepare
 
-    changes: dict[str, Any] = {"train": {"max_steps": 12}, "checkpoint": {"every_steps": 2}}
+    multiprocessing.set_start_method("fork", force=True)  # as in any run: loader processes start at once
+
+    data = {"train": str(folder / "chats.jsonl"), "eval_rows": 5, "max_length": 128, "workers": workers}
+    changes: dict[str, Any] = {"train": {"max_steps": 12}, "checkpoint": {"every_steps": 2}, "data": data}
     recipe = poisoned(folder, faults={"non_finite": "rollback"}, **changes)
     ids = rows_of(recipe, BAD_STEP)
     os.environ["BAD_IDS"] = str(ids[0])
@@ -178,12 +183,20 @@ def go_back(folder: Path, output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "profile", ["single", "ddp", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fsdp", "zero2", "zero3"))]
+    ("profile", "workers"),
+    [
+        ("single", 0),
+        pytest.param(
+            "single", 2, marks=pytest.mark.slow
+        ),  # which hold rows that were asked for before the run went back
+        ("ddp", 0),
+        *(pytest.param(p, 0, marks=pytest.mark.slow) for p in ("fsdp", "zero2", "zero3")),
+    ],
 )
 def test_a_run_goes_back_to_its_checkpoint_and_on_without_the_rows_of_the_bad_step(
-    profile: str, inputs: Path, tmp_path: Path
+    profile: str, workers: int, inputs: Path, tmp_path: Path
 ) -> None:
-    ranks = run_on_cpu(go_back, inputs, tmp_path, processes=1 if profile == "single" else 2, profile=profile)
+    ranks = run_on_cpu(go_back, inputs, tmp_path, workers, processes=1 if profile == "single" else 2, profile=profile)
     found = ranks[0]
     rows = found["undone"]["rows"]
     assert [row[0] for row in rows] == [1, 2, 3, 4, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]

@@ -143,6 +143,11 @@ def test_stopping_after_any_step_changes_no_bit(workers: int, processes: int, in
     assert run_on_cpu(stop_anywhere, *arguments, processes=processes, profile=profile) == [[]] * processes
 
 
+@pytest.mark.slow
+def test_three_copies_add_up_gradients_in_the_same_order_after_a_resume(inputs: Path, tmp_path: Path) -> None:
+    assert run_on_cpu(stop_anywhere, inputs, tmp_path / "saved", {}, processes=3, profile="ddp") == [[]] * 3
+
+
 def spoil(checkpoint: Path, target: Path, fault: str) -> None:
     """Copy a checkpoint with its step count or its moments lost; the copy is as intact as the original."""
     from safetensors.torch import load, save

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftcli import checkpoint_folder
 from ftcli.checkpoint_folder import (
     COMPLETE,
     FORMAT,
@@ -20,6 +23,8 @@ from ftcli.checkpoint_folder import (
     newest_intact,
     prune,
     publish,
+    read_state,
+    restate,
     write_durably,
 )
 from ftcli.recipe import Best
@@ -84,6 +89,35 @@ def test_a_file_outside_the_folder_is_never_looked_at(tmp_path: Path) -> None:
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
     assert f"format {FORMAT + 1}" in damage(write(tmp_path, 5, format=FORMAT + 1))
+
+
+def test_what_the_first_writers_of_the_format_left_out_is_filled_in(tmp_path: Path) -> None:
+    state = read_state(write(tmp_path, 5, data={"rows": 3}))
+    assert state["data"] == {"rows": 3, "facts": None} and state["not_finite"] == []
+
+
+@pytest.mark.parametrize("operations", range(8))
+def test_a_kill_while_the_state_is_changed_leaves_the_old_one_or_the_new_one(
+    operations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path, 5)
+    left, replace, durably = iter(range(operations)), Path.replace, checkpoint_folder.write_durably
+
+    def killed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        return operation
+
+    monkeypatch.setattr(Path, "replace", killed(replace))
+    monkeypatch.setattr(checkpoint_folder, "write_durably", killed(durably))
+    with pytest.raises(KeyboardInterrupt) if operations < 6 else nullcontext():
+        restate(folder, metrics={"loss": 1.0})
+    assert damage(folder) == ""
+    assert read_state(folder)["metrics"] == ({"loss": 1.0} if operations >= 4 else {})
+    assert len((folder / COMPLETE).read_text().split()) == (1 if operations in (0, 1, 6, 7) else 2)
 
 
 def test_the_newest_intact_checkpoint_is_found_behind_damaged_ones(tmp_path: Path) -> None:

@@ -113,15 +113,27 @@ def test_a_first_signal_after_the_time_limit_is_not_the_second(tmp_path: Path) -
     assert stop.reason == "train.max_minutes"
 
 
+def test_a_signal_that_torchrun_passes_on_again_is_not_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with StopRequest.listening(tmp_path) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # would end this process
+        assert stop.reason == "SIGTERM"
+
+
 def test_a_signal_where_nothing_is_to_be_saved_stops_at_once(tmp_path: Path) -> None:
     with StopRequest.listening(tmp_path) as stop, pytest.raises(Stopped), stop.at_once():
         signal.raise_signal(signal.SIGUSR1)
     assert stop.reason == "SIGUSR1"
 
 
-def test_a_child_forked_meanwhile_dies_of_a_signal_as_any_process() -> None:
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_child_forked_meanwhile_dies_of_a_signal_as_any_process(launched: bool) -> None:
     script = (
-        "import os, signal, time; from ftcli.faults import StopRequest\n"
+        f"import os, signal, time; os.environ.update({ ({'FTCLI_LAUNCHED': 'x'} if launched else {}) })\n"
+        "from ftcli.faults import StopRequest\n"
         "with StopRequest():\n"
         "    child = os.fork()\n"
         "    if not child: time.sleep(30); os._exit(0)\n"
@@ -134,11 +146,14 @@ def test_a_child_forked_meanwhile_dies_of_a_signal_as_any_process() -> None:
 
 def test_below_our_parent_only_the_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTCLI_LAUNCHED", "x")
-    before = signal.getsignal(signal.SIGTERM)
-    (tmp_path / "stop").write_text("SIGUSR1\n")
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with StopRequest.listening(tmp_path) as stop:
-        assert signal.getsignal(signal.SIGTERM) is before
-        assert stop.requested() and stop.reason == "SIGUSR1"
+        signal.raise_signal(signal.SIGTERM)  # as it comes to every process of a job
+        signal.raise_signal(signal.SIGTERM)
+        assert not stop.requested(now=True)
+        (tmp_path / "stop").write_text("SIGUSR1\n")
+        assert stop.requested(now=True) and stop.reason == "SIGUSR1"
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_only_one_process_per_machine_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

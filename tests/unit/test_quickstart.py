@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import io
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
-from ftcli.quickstart import FUNCTIONS, WIDEST_ANSWER, free_folder, print_story, shorten
+from ftcli import quickstart
+from ftcli.__main__ import main
+from ftcli.quickstart import FUNCTIONS, WIDEST_ANSWER, next_folder, print_story, shorten
+from ftcli.run_folder import RunFolder
+from ftcli.tasks import sft
+from ftcli.testing import save_tiny_causal
 
 METRICS = [
     {"step": 0, "eval/loss": 3.88, "eval/perplexity": 48.2},
@@ -17,13 +25,55 @@ METRICS = [
 ]
 
 
-def test_the_next_free_folder_keeps_earlier_runs(tmp_path: Path) -> None:
+def test_earlier_runs_are_kept_and_one_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     wanted = tmp_path / "quickstart"
-    assert free_folder(wanted) == wanted
+    assert next_folder(wanted) == wanted
     wanted.mkdir()
-    assert free_folder(wanted) == tmp_path / "quickstart-2"
-    (tmp_path / "quickstart-2").mkdir()
-    assert free_folder(wanted) == tmp_path / "quickstart-3"
+    assert next_folder(wanted) == tmp_path / "quickstart-2"
+    RunFolder(tmp_path / "quickstart-2").write_status("done", 40, 0)
+    assert next_folder(wanted) == tmp_path / "quickstart-3"
+    RunFolder(tmp_path / "quickstart-2").write_status("stopped", 3, 75)
+    assert next_folder(wanted) == tmp_path / "quickstart-2"
+
+
+def test_an_interrupted_quickstart_says_how_to_go_on_and_the_second_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_causal(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b c d"}\n' * 12)
+    values = {
+        "task": "sft",
+        "model": {"name": str(tmp_path / "model"), "dropout": 0.0},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "eval_rows": 4},
+        "batch": {"global_size": 2, "micro_size": 2},
+        "train": {"max_steps": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "evaluate": {"at_start": True},
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(quickstart, "RECIPE", str(tmp_path / "small.yaml"))
+    monkeypatch.setattr(quickstart, "MAX_NEW_TOKENS", 2)
+    loss = sft.Task.loss
+
+    def interrupted(*arguments: Any) -> Any:
+        if not (tmp_path / "interrupted").exists():
+            (tmp_path / "interrupted").touch()
+            signal.raise_signal(signal.SIGINT)
+        return loss(*arguments)
+
+    monkeypatch.setattr(sft.Task, "loss", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(["quickstart"])
+    assert end.value.code == 75
+    assert "the same command goes on with runs/small" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["quickstart"])
+    said = capsys.readouterr()
+    assert not end.value.code, said.err
+    assert "goes on after step 1" in said.err and "after 4 steps" in said.out
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["small"]
 
 
 @pytest.mark.parametrize("width", [50, 80, 160])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ftcli.checkpoint_folder import checkpoint_path
+from ftcli.checkpoint_folder import checkpoint_path, read_state, restate
 from ftcli.errors import InputError
 from ftcli.recipe import Recipe
-from ftcli.resumption import check_rows, find_start, is_done, machine_hints, recipe_changes
-from ftcli.run_folder import ORIGIN, RunFolder
+from ftcli.resumption import belongs_to, check_rows, find_start, is_done, machine_hints, recipe_changes
+from ftcli.run_folder import LOCK, ORIGIN, RunFolder
 
 from .test_checkpoint_folder import DATA, write
 
@@ -182,6 +184,60 @@ def test_rows_beyond_a_checkpoint_are_moved_and_so_is_one_that_was_cut_off(tmp_p
     folder.rewind(0)
     assert folder.metrics() == []
     assert len((tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()) == 6
+
+
+def test_an_evaluation_that_the_checkpoint_does_not_know_is_made_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    rows: list[dict[str, Any]] = [{"step": 2, "loss": 1.0}, {"step": 2, "eval/loss": 1.0}]
+    for row in [*rows, {"step": 3, "loss": 1.0}]:
+        folder.append_metrics(row)
+    folder.rewind(2)
+    assert folder.metrics() == rows
+    folder.rewind(2, evaluated=False)
+    assert folder.metrics() == rows[:1]
+
+
+def test_a_folder_that_another_process_trains_into_is_refused_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+    holding = (
+        "import sys, time; from ftcli.run_folder import RunFolder\n"
+        "folder = RunFolder(sys.argv[1])\n"
+        "with folder.taken(): folder.claim(); print('held', flush=True); time.sleep(60)"
+    )
+    command, folder = [sys.executable, "-c", holding, str(tmp_path / "run")], RunFolder(tmp_path / "run")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(InputError, match=f"another process trains into .*: process {holder.pid} on "),
+            folder.taken(),
+        ):
+            raise AssertionError("two processes train into one folder")
+        assert (tmp_path / "run" / LOCK).exists()
+        holder.kill()
+    for _ in range(2):
+        with folder.taken():
+            folder.claim()
+            assert (tmp_path / "run" / LOCK).exists()
+        assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_checkpoints_on_another_disk_are_the_runs_own(tmp_path: Path) -> None:
+    save(tmp_path / "disk", 5)
+    run, link = tmp_path / "run", tmp_path / "link"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "disk" / "checkpoints")
+    link.symlink_to(run)
+    for folder in (RunFolder(run), RunFolder(link)):
+        found = find_start(folder, recipe(), "auto")
+        assert found == checkpoint_path(folder.path, 5)
+        assert belongs_to(folder, found) and belongs_to(folder, found.resolve())
+        assert not belongs_to(RunFolder(tmp_path / "other"), found)
+
+
+def test_a_recipe_of_another_ftcli_is_told_and_who_can_read_it(tmp_path: Path) -> None:
+    folder = save(tmp_path, 5)
+    restate(folder, recipe=read_state(folder)["recipe"] | {"quantum": {"qubits": 3}}, versions={"ftcli": "0.0.7"})
+    with pytest.raises(InputError, match=r"none that this ftcli knows \(quantum\)\n.*the ftcli that wrote it: 0.0.7"):
+        find_start(RunFolder(tmp_path), recipe(), "auto")
 
 
 def test_a_run_with_checkpoints_is_not_taken_for_one_that_never_started(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ with record_failure(folder):
     raise RuntimeError("connection closed by peer")
 """,
     "one_raises_other_hangs": """
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with record_failure(folder):
     if rank == 1: raise ValueError("boom on one rank")
     time.sleep(600)
@@ -97,11 +97,11 @@ time.sleep(600)
 watch_parent()
 if rank == 0: folder.write_status("running", 3, 0)
 def fail(*_): raise ConnectionError("closed by peer")
-signal.signal(signal.SIGTERM, fail)
+signal.signal(signal.SIGHUP, fail)
 with record_failure(folder): time.sleep(600)
 """,
     "ignores_everything": """
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, signal.SIG_IGN)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
 watch_parent()
 if rank == 0: folder.write_status("running", 0, 0)
 time.sleep(600)

@@ -152,7 +152,7 @@ def prepare(
         folder=None if folder is None else str(folder.path),
     )
     model = hardware.fit(_build_model(loaded, task, rows, weights), loaded)
-    optimizer = build_optimizer(model, loaded.optimizer)
+    optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
     train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
     order = train_loader.batch_sampler
@@ -206,6 +206,7 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
     """Return the task's model with its adapter, in training mode and not yet prepared."""
     from .adapters import add_adapter
     from .hardware.precision import load_dtype, trained_dtype
+    from .token_rows import new_rows
 
     model, heads = task.load_model(rows.facts, dtype=load_dtype(recipe), weights=weights)
     model = add_adapter(
@@ -215,6 +216,7 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
         keep=heads,
         dtype=trained_dtype(recipe),
         task_type=task.peft_type,
+        rows=new_rows(model, recipe),
         weights=weights,
     )
     task.finish_model(model)

@@ -157,7 +157,7 @@ def _put(model: nn.Module, folder: Path) -> None:
             raise InputError(
                 f"{folder} holds another adapter: {name} is {there or 'not there'}, "
                 f"and {here or 'not trained'} by this recipe",
-                hint="compare adapter.target_modules, modules_to_save and model.new_tokens with its adapter_config.json",
+                hint=f"compare adapter.target_modules, modules_to_save and model.new_tokens with its {CONFIG}",
             )
     if not any(parameter.is_meta for parameter in model.parameters()):
         set_peft_model_state_dict(model, values)

@@ -102,7 +102,7 @@ class Adapter(Section):
     loraplus_lr_ratio: float | None = Field(
         None,
         gt=0,
-        description="LoRA+: B matrices learn at optimizer.learning_rate times this; 16 is usual. Absent: as the others.",
+        description="LoRA+: B matrices learn at optimizer.learning_rate times this (often 16). Absent: like all.",
     )
     path: str | None = Field(
         None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from ftcli.recipe import Recipe
 from ftcli.testing import run_on_cpu
 
-from .cells import cell, go_on, save_cell, train_recipe, write_inputs
+from .cells import cell, train_recipe, write_inputs
 from .test_profiles import assert_same_curve
 
 LORA = {"type": "lora", "r": 3, "lora_alpha": 6}

@@ -194,8 +194,13 @@ def read_once(read: Callable[[], tuple[nn.Module, T]], build: Callable[[], nn.Mo
     Where the profile lets one rank read for all, the others get the model of `build`, which has no values before
     `prepare`. transformers never loads in pieces here.
     """
-    with deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext():
+    with built_whole():
         return loading.read_for_all(read, build) if reads_once() else read()
+
+
+def built_whole() -> AbstractContextManager[None]:
+    """Return a block in which transformers and peft see whole weights, as they are until `prepare`."""
+    return deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext()
 
 
 def reads_once() -> bool:

@@ -105,6 +105,12 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
     table = ["| metric | value |", "|---|---|", *measured] if measured else ["Not evaluated."]
     kind = "LoRA adapter for" if recipe.adapter.type == "lora" else "Fine-tuned from"
     base = recipe.model.name
+    tokens = ", ".join(f"`{token}`" for token in recipe.model.new_tokens)
+    resized = f"New tokens: {tokens}. " if tokens else ""
+    if tokens and recipe.adapter.type != "none":
+        resized += (
+            "Before this adapter is loaded: `base.resize_token_embeddings(len(tokenizer))`, if it has fewer rows."
+        )
     return "\n".join(
         [
             "---",
@@ -115,6 +121,7 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
             "",
             f"Task {recipe.task} on {recipe.data.train.path}, {recipe.batch.global_size} rows a step, "
             f"learning rate {recipe.optimizer.learning_rate:g}, precision {recipe.precision}, seed {recipe.seed}.",
+            *["", resized] * bool(resized),
             "",
             *table,
             "",

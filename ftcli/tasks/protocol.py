@@ -24,7 +24,11 @@ class RowError(ValueError):
 
 
 class Task(Protocol):
-    """What is trained: rows to tensors, tensors to a summed loss, evaluation rows to metrics."""
+    """What is trained: rows to tensors, tensors to a summed loss, evaluation rows to metrics.
+
+    A task may also have `sparse: tuple[str, ...]`, names of modules that its rows do not all use: their tensors may be
+    without a gradient for many steps (gradient_watch.py).
+    """
 
     item: Literal["token", "sample"]  # what the loss is a sum over
     auto_class: str  # transformers' class that loads the model

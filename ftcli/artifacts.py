@@ -108,9 +108,7 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
     tokens = ", ".join(f"`{token}`" for token in recipe.model.new_tokens)
     resized = f"New tokens: {tokens}. " if tokens else ""
     if tokens and recipe.adapter.type != "none":
-        resized += (
-            "Before this adapter is loaded: `base.resize_token_embeddings(len(tokenizer))`, if it has fewer rows."
-        )
+        resized += "If the base has fewer rows, first `base.resize_token_embeddings(len(tokenizer))`."
     return "\n".join(
         [
             "---",
@@ -121,7 +119,7 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
             "",
             f"Task {recipe.task} on {recipe.data.train.path}, {recipe.batch.global_size} rows a step, "
             f"learning rate {recipe.optimizer.learning_rate:g}, precision {recipe.precision}, seed {recipe.seed}.",
-            *["", resized] * bool(resized),
+            *(["", resized] if resized else []),
             "",
             *table,
             "",

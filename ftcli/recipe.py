@@ -61,7 +61,7 @@ class Model(Section):
     quantization: Quantization | None = Field(
         None,
         description="Hold the frozen weights in 4 bits. They are computed with in the recipe's precision, and stored "
-        "as numbers of that dtype, so that FSDP can cut them.",
+        "as numbers of that dtype, so that they can be sharded.",
     )
     new_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list,

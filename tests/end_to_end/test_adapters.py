@@ -85,17 +85,16 @@ def test_the_scale_is_lora_alpha_over_r_or_over_its_root(inputs: Path) -> None:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "dora": {"adapter": LORA | {"use_dora": True}},
-    "new tokens, tied": {"model": "tied", "new_tokens": NEW, "adapter": LORA},
+    "new tokens and DoRA, tied": {"model": "tied", "new_tokens": NEW, "adapter": LORA | {"use_dora": True}},
     "new tokens, all trained": {"model": "tied", "new_tokens": NEW},
     "whole modules": {"adapter": LORA | {"modules_to_save": ["lm_head"], "use_rslora": True}},
     "new tokens": {"new_tokens": NEW, "adapter": LORA},
     "new tokens, saved whole": {"new_tokens": NEW, "adapter": LORA | {"modules_to_save": ["embed_tokens", "lm_head"]}},
 }
-FAST = ("dora", "new tokens, tied")
+FAST = "new tokens and DoRA, tied"
 
 
-@pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("kind", [k if k == FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_what_was_trained_is_written_and_gives_the_same_logits_elsewhere(
     kind: str, inputs: Path, tmp_path: Path
 ) -> None:
@@ -113,12 +112,10 @@ def test_what_was_trained_is_written_and_gives_the_same_logits_elsewhere(
         assert len(stored) == len(run.hardware.trained_shapes(run.model))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dora", "new tokens, tied"])
-def test_a_run_goes_on_from_the_adapter_of_another(kind: str, inputs: Path, tmp_path: Path) -> None:
-    first = trained(recipe(inputs, **KINDS[kind]), tmp_path / "run")
-    again = KINDS[kind]["adapter"] | {"path": str(tmp_path / "run" / "final")}
-    second = prepare(recipe(inputs, **(KINDS[kind] | {"adapter": again})), cpu=True)
+def test_a_run_goes_on_from_the_adapter_of_another(inputs: Path, tmp_path: Path) -> None:
+    first = trained(recipe(inputs, **KINDS[FAST]), tmp_path / "run")
+    again = KINDS[FAST]["adapter"] | {"path": str(tmp_path / "run" / "final")}
+    second = prepare(recipe(inputs, **(KINDS[FAST] | {"adapter": again})), cpu=True)
     ends = {name: p for name, p in first.model.named_parameters() if p.requires_grad}
     starts = {name: p for name, p in second.model.named_parameters() if p.requires_grad}
     assert list(ends) == list(starts)

@@ -18,7 +18,6 @@ from .test_profiles import assert_same_curve
 LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
 NEW = ["<think>", "</think>"]
 KINDS: dict[str, dict[str, Any]] = {
-    "dora": {"adapter": LORA | {"use_dora": True}},
     "whole modules, rank-stabilised, LoRA+": {
         "model": {"name": "tied"},
         "adapter": LORA
@@ -32,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "new tokens, all trained": {"model": {"name": "untied", "new_tokens": NEW}},
     "new tokens, all trained, tied": {"model": {"name": "tied", "new_tokens": NEW}},
     "new tokens and LoRA": {"adapter": LORA, "model": {"name": "untied", "new_tokens": NEW}},
-    "new tokens and LoRA, tied": {"adapter": LORA, "model": {"name": "tied", "new_tokens": NEW}},
+    "new tokens and DoRA, tied": {"adapter": LORA | {"use_dora": True}, "model": {"name": "tied", "new_tokens": NEW}},
 }
 
 
@@ -62,11 +61,6 @@ def single(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return run_on_cpu(train_kinds, inputs, list(KINDS), processes=1, profile="single")[0]
 
 
-def test_dora_takes_the_length_of_whole_weights_where_they_are_sharded(inputs: Path, single: dict[str, Any]) -> None:
-    found = run_on_cpu(train_kinds, inputs, ["dora"], processes=2, profile="zero3")[0]
-    assert_same_curve(single["dora"], found["dora"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["ddp", "fsdp", "zero3"])
 def test_every_adapter_and_new_tokens_follow_the_curve_of_one_process(
@@ -77,7 +71,7 @@ def test_every_adapter_and_new_tokens_follow_the_curve_of_one_process(
         assert_same_curve(single[kind], found[kind])
 
 
-RESUMED = ["dora", "whole modules, rank-stabilised, LoRA+", "new tokens and LoRA, tied"]
+RESUMED = ["whole modules, rank-stabilised, LoRA+", "new tokens and DoRA, tied"]
 
 
 def save_kinds(folder: Path, output: Path, changes: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,8 @@ AGREED = ("r", "lora_alpha", "use_rslora", "use_dora")
 # What peft can write and a recipe cannot say.
 UNKNOWN: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
 
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that take their part from the base
+
 
 def add_adapter(
     model: nn.Module,
@@ -95,14 +97,16 @@ def adapter_problems(section: Adapter) -> list[Problem]:
         return [Problem(told, hint="an adapter in another form is not read: save it as safetensors")]
     found = json.loads(file.read_text(encoding="utf-8"))
     problems = [
-        Problem(f"adapter.{key} is {getattr(section, key)}, and {file} has {found[key]}", hint="write the file's value")
+        Problem(f"adapter.{key} is {getattr(section, key)}, and {file} has {there}", hint="write the file's value")
         for key in AGREED
-        if key in found and found[key] != getattr(section, key)
+        if (there := found.get(key, False)) != getattr(section, key)  # older files lack the switches
     ]
+    unknown = [key for key, wanted in UNKNOWN.items() if (found.get(key) or wanted) != wanted]
+    if str(found.get("init_lora_weights", "")).startswith(CHANGE_THE_BASE):
+        unknown.append("init_lora_weights")
     return problems + [
         Problem(f"adapter.path: {file} has {key} {found[key]}", hint="only plain LoRA can be gone on from")
-        for key, wanted in UNKNOWN.items()
-        if (found.get(key) or wanted) != wanted
+        for key in unknown
     ]
 
 

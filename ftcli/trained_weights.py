@@ -32,7 +32,7 @@ def build_model(recipe: Recipe, task: Task, facts: dict[str, Any]) -> Any:
     model, heads = task.load_model(facts, dtype="auto")
     model = add_adapter(
         model,
-        recipe.adapter,
+        recipe.adapter.model_copy(update={"path": None}),  # the values it began with are not needed
         seed=recipe.seed,
         keep=heads,
         dtype=trained_dtype(recipe),

@@ -135,7 +135,7 @@ def _is_in_a_unit(accelerator: Accelerator, model: nn.Module, embeddings: nn.Mod
 
 def _share_unseen(embeddings: nn.Module, head: nn.Module | None) -> bool:
     """Say whether embeddings and head hold a common parameter, though their weights are not one and the same."""
-    if head is None or embeddings.weight is head.weight:
+    if head is None or getattr(embeddings, "weight", None) is head.weight:
         return False
     return bool({id(p) for p in embeddings.parameters()} & {id(p) for p in head.parameters()})
 

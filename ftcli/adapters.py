@@ -1,21 +1,34 @@
-"""Training a few added weights instead of the whole model, through peft."""
+"""Training a few added weights instead of the whole model, through peft.
+
+Whatever a recipe asks for is built here from the recipe alone; values of an adapter that is there already are put
+into it afterwards, so that a folder of another shape is told by key and name. Knows no backend.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import zlib
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .errors import InputError
+from .errors import InputError, Problem
 from .sampling import seed_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from .recipe import Adapter
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What an adapter's function follows from, but for what its tensors' names and shapes tell.
+AGREED = ("r", "lora_alpha", "use_rslora", "use_dora")
+# What peft can write and a recipe cannot say.
+UNKNOWN: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that take their part from the base
 
 
 def add_adapter(
@@ -26,28 +39,33 @@ def add_adapter(
     keep: list[str],
     dtype: torch.dtype,
     task_type: str | None,
+    rows: dict[str, list[int]] | None = None,
     weights: Path | None = None,
 ) -> nn.Module:
     """Return `model` with the recipe's adapter; only the adapter and the modules named in `keep` are trained.
 
-    `keep` are newly made heads, saved in full beside the adapter. Adapter weights have `dtype` and are drawn from
-    `seed` alone, so they are equal on every process; or they are those of the folder `weights`. Raises `InputError`
-    when target_modules match nothing.
+    `keep` are newly made heads, saved in full beside the adapter, as are the recipe's modules_to_save. `rows` are the
+    new rows of embeddings (module name -> indices), trained and saved alone. All these have `dtype`. Adapter weights
+    are drawn from `seed` alone, so they are equal on every process; or they are those of the folder `weights`, or of
+    adapter.path. Raises `InputError` when names match nothing, and for a folder that holds another adapter.
     """
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     if section.type == "none":
         return model
-    if weights is not None:
-        return PeftModel.from_pretrained(model, str(weights), is_trainable=True, autocast_adapter_dtype=False)
+    whole = [*keep, *section.modules_to_save]
+    _check_names(model, section)
     config = LoraConfig(
         task_type=task_type,
         r=section.r,
         lora_alpha=section.lora_alpha,  # type: ignore[arg-type]  # peft takes floats, its annotation says int
         lora_dropout=section.lora_dropout,
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
         target_modules=section.target_modules,
-        modules_to_save=keep or None,
-        exclude_modules=keep or None,
+        modules_to_save=whole or None,
+        exclude_modules=_endings([*whole, *section.exclude_modules]),
+        trainable_token_indices=rows or None,
     )
     try:
         wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -56,13 +74,58 @@ def add_adapter(
     for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-        if ".lora_A." in name:
+        if ".lora_A." in name or ".lora_embedding_B." in name:  # the other one starts at zero
             _draw(name, parameter, seed)
+    folder = weights or (Path(section.path) if section.path else None)
+    if folder is not None:
+        _put(wrapped, folder)
     return wrapped
 
 
+def adapter_problems(section: Adapter) -> list[Problem]:
+    """Return why adapter.path cannot be gone on from: nothing is there, or what is there is another adapter.
+
+    Reads one small file, and never imports torch.
+    """
+    if section.path is None:
+        return []
+    file = Path(section.path) / CONFIG
+    if not file.is_file():
+        return [Problem(f"adapter.path: no {CONFIG} in {section.path}", hint="name the folder of an adapter")]
+    if not (file.parent / WEIGHTS).is_file():
+        told = f"adapter.path: no {WEIGHTS} in {section.path}"
+        return [Problem(told, hint="an adapter in another form is not read: save it as safetensors")]
+    found = json.loads(file.read_text(encoding="utf-8"))
+    problems = [
+        Problem(f"adapter.{key} is {getattr(section, key)}, and {file} has {there}", hint="write the file's value")
+        for key in AGREED
+        if (there := found.get(key, False)) != getattr(section, key)  # older files lack the switches
+    ]
+    unknown = [key for key, wanted in UNKNOWN.items() if (found.get(key) or wanted) != wanted]
+    if str(found.get("init_lora_weights", "")).startswith(CHANGE_THE_BASE):
+        unknown.append("init_lora_weights")
+    return problems + [
+        Problem(f"adapter.path: {file} has {key} {found[key]}", hint="only plain LoRA can be gone on from")
+        for key in unknown
+    ]
+
+
+def _check_names(model: nn.Module, section: Adapter) -> None:
+    """Raise for a name of the recipe that no module ends with: peft leaves it out without a word."""
+    names = [name for name, _ in model.named_modules() if name]
+    for key in ("modules_to_save", "exclude_modules"):
+        for ending in getattr(section, key):
+            if not any(f".{name}".endswith(f".{ending}") for name in names):
+                raise InputError(f"adapter.{key}: no module's name ends with {ending}")
+
+
+def _endings(names: list[str]) -> str | None:
+    """Return one regular expression for modules whose name ends like one of these, and for all they hold."""
+    return rf"(.*\.)?({'|'.join(map(re.escape, names))})(\..*)?" if names else None
+
+
 def _draw(name: str, parameter: nn.Parameter, seed: int) -> None:
-    """Draw one input matrix as peft does (Kaiming, uniform), on the host and from (seed, name) alone.
+    """Draw one matrix as peft does (Kaiming, uniform; normal beside embeddings), from (seed, name) and on the host.
 
     peft draws on the device, one after the other, so that its values depend on the hardware and the backend.
     """
@@ -70,6 +133,35 @@ def _draw(name: str, parameter: nn.Parameter, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed_of(seed, zlib.crc32(name.encode())))
     values = torch.empty(parameter.shape)
-    torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    if ".lora_A." in name:
+        torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    else:
+        torch.nn.init.normal_(values, generator=generator)
     with torch.no_grad():
         parameter.copy_(values)
+
+
+def _put(model: nn.Module, folder: Path) -> None:
+    """Give an adapter the values of a folder; raises `InputError` naming the first tensor that does not fit.
+
+    Every rank reads the names, so that all come to the same verdict; where weights have no values yet nothing is put.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        values = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    wanted: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    for name in [*wanted, *values]:
+        here, there = (None if name not in side else list(side[name].shape) for side in (wanted, values))
+        if here != there:
+            raise InputError(
+                f"{folder} holds another adapter: {name} is {there or 'not there'}, "
+                f"and {here or 'not trained'} by this recipe",
+                hint=f"compare adapter.target_modules, modules_to_save and model.new_tokens with its {CONFIG}",
+            )
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        set_peft_model_state_dict(model, values)

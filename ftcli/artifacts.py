@@ -34,7 +34,8 @@ def save_final(run: Run) -> None:
         return
     from safetensors.torch import save_file
 
-    probe = _probe(run)
+    # Whoever exports an adapter of a quantised model has the model itself, whose logits are others.
+    probe = _probe(run) if run.recipe.model.quantization is None else None
     temporary = run.folder.path / "final.tmp"
     is_main, is_adapter = run.hardware.ranks.is_main, run.recipe.adapter.type != "none"
     if is_main:
@@ -47,12 +48,13 @@ def save_final(run: Run) -> None:
     model: Any = run.hardware.unwrap(run.model)
     here = ((name, value) for name, value in values if value is not None)  # each is, on the main rank
     if is_adapter:
-        model.save_pretrained(temporary, state_dict=dict(here))
+        model.save_pretrained(temporary, state_dict=dict(here), save_embedding_layers=False)  # what is trained, only
     else:
         _write_model(model, here, temporary)
     run.task.save_processor(str(temporary))
     (temporary / "README.md").write_text(model_card(run.recipe, last_metrics(run.folder)), encoding="utf-8")
-    save_file(probe, run.folder.path / PROBE, metadata={"step": str(run.steps)})
+    if probe is not None:
+        save_file(probe, run.folder.path / PROBE, metadata={"step": str(run.steps)})
     shutil.rmtree(run.folder.final, ignore_errors=True)  # of a run that was resumed to go further
     temporary.rename(run.folder.final)
 
@@ -104,6 +106,10 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
     kind = "LoRA adapter for" if recipe.adapter.type == "lora" else "Fine-tuned from"
     base = recipe.model.name
     trained_on = ", ".join(source.path for source in recipe.data.train_sources)
+    tokens = ", ".join(f"`{token}`" for token in recipe.model.new_tokens)
+    resized = f"New tokens: {tokens}. " if tokens else ""
+    if tokens and recipe.adapter.type != "none":
+        resized += "If the base has fewer rows, first `base.resize_token_embeddings(len(tokenizer))`."
     return "\n".join(
         [
             "---",
@@ -114,6 +120,7 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
             "",
             f"Task {recipe.task} on {trained_on}, {recipe.batch.global_size} rows a step, "
             f"learning rate {recipe.optimizer.learning_rate:g}, precision {recipe.precision}, seed {recipe.seed}.",
+            *(["", resized] if resized else []),
             "",
             *table,
             "",
@@ -134,5 +141,16 @@ def load_plain(auto_class: str, folder: Path, labels: int = 0, dtype: str = "flo
     from peft import PeftModel
 
     head = {"num_labels": labels, "ignore_mismatched_sizes": True} if labels else {}
-    base = json.loads(config.read_text())["base_model_name_or_path"]
-    return PeftModel.from_pretrained(auto.from_pretrained(base, dtype=dtype, **head), str(folder)).eval()
+    base = auto.from_pretrained(json.loads(config.read_text())["base_model_name_or_path"], dtype=dtype, **head)
+    _make_room(base, folder)
+    return PeftModel.from_pretrained(base, str(folder)).eval()
+
+
+def _make_room(base: Any, folder: Path) -> None:
+    """Give a base model the rows that an adapter's tokenizer has more tokens for; their values are the adapter's."""
+    from transformers import AutoTokenizer
+
+    if (folder / "tokenizer_config.json").exists():
+        tokens = len(AutoTokenizer.from_pretrained(folder))
+        if tokens > base.get_input_embeddings().num_embeddings:
+            base.resize_token_embeddings(tokens, mean_resizing=False)

@@ -113,12 +113,13 @@ def _job(source: Path, *, merge: bool, dtype: str | None, most: int) -> Job:
         raise InputError("--merge is for adapter runs; this run trained the whole model", hint="leave --merge out")
     from .tasks import find_task
 
+    is_probed = (run.path / PROBE).is_file() if final else _is_probed(run, checkpoint)
     return Job(
         recipe=recipe,
         auto_class=find_task(recipe.task).Task.auto_class,
         final=final,
         checkpoint=checkpoint,
-        probe=run.path / PROBE if final or _is_probed(run, checkpoint) else None,
+        probe=run.path / PROBE if is_probed else None,
         dtype=dtype or ("bfloat16" if recipe.precision == "bf16_pure" else "float32"),
         merge=merge,
         most=most,
@@ -211,7 +212,7 @@ def _write_checkpoint(job: Job, folder: Path) -> Proof:
                 card = _merged_card(card)
             else:
                 trained = {name: value.to(dtype) for name, value in trained.items()}
-                model.save_pretrained(folder, state_dict=dict(trained))
+                model.save_pretrained(folder, state_dict=dict(trained), save_embedding_layers=False)
                 kept = {
                     name: value.to(dtype) if value.is_floating_point() else value for name, value in buffers.items()
                 }

@@ -115,7 +115,7 @@ def train(
             if not is_launched():
                 _check_without_profile(num_processes, num_machines, launch_arguments)
                 derive_plan(loaded, 1)
-                check_inputs(loaded)
+                check_inputs(loaded, cpu=cpu)
             work(
                 loaded,
                 chosen,
@@ -133,7 +133,7 @@ def train(
             raise InputError(problems)
         derive_plan(loaded, world)
         derive_shards(*chosen.mesh, world)
-        check_inputs(loaded)
+        check_inputs(loaded, cpu=cpu)
         if num_processes is None and cpu and world > 1:
             say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
         if machines.rank == 0:

@@ -19,6 +19,7 @@ from .artifacts import save_final
 from .checkpoint import make_up, save
 from .evaluation import evaluate, measure_answers, sample_prompts
 from .faults import Stopped
+from .gradient_watch import check_gradients
 from .hardware.out_of_memory import out_of_memory_told
 from .nonfinite import go_back
 from .report import Reporter
@@ -103,7 +104,7 @@ def _stretch(run: Run) -> Iterator[Step]:
         items, samples, rows, _ = window.agreed()
         rate = run.learning_rate(number)
         for group in optimizer.param_groups:  # before the window: some backends step inside backward
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_factor"]
         run.reseed(number)
         scale = run.plan.accumulation * run.plan.processes / max(items, 1)
         zero, losses = torch.zeros((), device=accelerator.device), []
@@ -127,6 +128,7 @@ def _stretch(run: Run) -> Iterator[Step]:
         if not run.flags.settle():  # of the step before: the device works on this one
             break
         run.flags.watch(number + 1, done.ids, losses, loss=mean, norm=norm)
+        check_gradients(run, number + 1)
         yield Step(
             number=number + 1,
             learning_rate=rate,

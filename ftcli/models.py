@@ -53,15 +53,28 @@ def quiet_libraries() -> None:
 
 
 def load_tokenizer(section: Model) -> Any:
-    """Return the model's tokenizer with a padding token; raises `InputError` when there is none."""
+    """Return the model's tokenizer with a padding token and the recipe's new tokens.
+
+    Raises `InputError` when there is no padding token, and for a token that is not new.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = load_from_hub(AutoTokenizer, section)
+    _add_tokens(tokenizer, section)
     if tokenizer.pad_token_id is None:  # masks go by position, so any token will do
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise InputError(f"the tokenizer of {section.name} has neither a padding nor an end token")
     return tokenizer
+
+
+def _add_tokens(tokenizer: Any, section: Model) -> None:
+    known = set(tokenizer.get_vocab())
+    for token in section.new_tokens:
+        if token in known:
+            raise InputError(f"model.new_tokens: {token} is a token already", hint="take it out of the list")
+        known.add(token)
+    tokenizer.add_tokens(section.new_tokens)
 
 
 def load_image_processor(section: Model) -> Any:
@@ -83,15 +96,18 @@ def load_model(
     """Return (model, names of modules whose weights are new) built by transformers' `auto_class`.
 
     Full weights in `weights` replace the recipe's model; an adapter there does not. New weights are drawn from the
-    recipe's seed. Raises `InputError` for a model that is not found, or whose weights were made for another
+    recipe's seed, and rows of new tokens are the mean of the old ones. A `dtype` of auto is that of the files, which
+    are then never quantised. Raises `InputError` for a model that is not found, or whose weights were made for another
     architecture.
     """
     import torch
 
     from .hardware import read_once
+    from .token_rows import fill_new_rows, make_room
 
     section = recipe.model
-    if weights is not None and (weights / "config.json").exists():
+    is_trained = weights is not None and (weights / "config.json").exists()
+    if weights is not None and is_trained:
         section = section.model_copy(update={"name": str(weights.absolute()), "revision": None})
     kwargs: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     if recipe.model.attn_implementation is not None:
@@ -103,14 +119,21 @@ def load_model(
         kwargs["ignore_mismatched_sizes"] = True
     if recipe.model.dropout is not None:
         kwargs["config"] = _without_dropout(section, kwargs)
+    if recipe.model.quantization is not None and dtype != "auto":
+        kwargs |= quantised(recipe)
     torch.manual_seed(recipe.seed)
     auto = getattr(importlib.import_module("transformers"), auto_class)
 
     def read() -> tuple[Any, list[str]]:
         loaded, info = load_from_hub(auto, section, **kwargs)
+        make_room(loaded, recipe)
         return loaded, sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
 
-    model, new = read_once(read, lambda: _build_empty(auto, section, kwargs))
+    def build() -> Any:
+        return make_room(_build_empty(auto, section, kwargs), recipe)
+
+    # Weights in 4 bits have a state beside them, which is made where they are read and cannot be handed out.
+    model, new = read() if "quantization_config" in kwargs else read_once(read, build)
     heads = sorted({name.rpartition(".")[0] for name in new})
     _check_architecture(model, new, section.name, new_head=new_head)
     if auto_class == "AutoModelForCausalLM":
@@ -119,7 +142,28 @@ def load_model(
         freeze_batch_norm(model)
     for name in heads:
         _draw(model, name, recipe.seed)
+    if not is_trained:
+        fill_new_rows(model, recipe)
     return model, heads
+
+
+def quantised(recipe: Recipe) -> dict[str, Any]:
+    """Return what transformers takes to hold linear layers in 4 bits, on this process's device.
+
+    They are stored as numbers of the dtype of the other frozen weights: FSDP cuts no integers.
+    """
+    from accelerate import PartialState
+    from transformers import BitsAndBytesConfig
+
+    from .hardware.precision import COMPUTE, frozen_dtype
+
+    assert recipe.model.quantization is not None
+    config = BitsAndBytesConfig(
+        **recipe.model.quantization.model_dump(),
+        bnb_4bit_compute_dtype=COMPUTE[recipe.precision],
+        bnb_4bit_quant_storage=frozen_dtype(recipe),
+    )
+    return {"quantization_config": config, "device_map": {"": PartialState().device}}
 
 
 def _draw(model: Any, name: str, seed: int) -> None:

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from .recipe import Optimizer as OptimizerSection
+    from .recipe import Recipe
 
 
-def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
+def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     """Return AdamW over the trainable parameters, fused where they are on a GPU.
 
     Weight decay (decoupled: Loshchilov & Hutter 2019) applies to matrices only; biases and norms, which have fewer
-    than two dimensions, are not decayed.
+    than two dimensions, are not decayed. Each group has `lr_factor`, which the schedule's rate is multiplied by: 1,
+    or for LoRA's B matrices adapter.loraplus_lr_ratio (LoRA+: Hayou et al. 2024).
     """
     import torch
 
-    from .hardware import full_shape
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if len(full_shape(p)) >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in trained if len(full_shape(p)) < 2], "weight_decay": 0.0},
-    ]
+    section = recipe.optimizer
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decay, factor = _settings(name, parameter, recipe)
+            group = {"params": [], "weight_decay": decay, "lr": section.learning_rate * factor, "lr_factor": factor}
+            groups.setdefault((decay, factor), group)["params"].append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        list(groups.values()),
         lr=section.learning_rate,
         betas=(section.betas[0], section.betas[1]),
         eps=section.eps,
-        fused=all(p.is_cuda for p in trained),
+        fused=all(p.is_cuda for group in groups.values() for p in group["params"]),
     )
+
+
+def _settings(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:
+    """Return (weight decay, factor of the learning rate) of one parameter."""
+    from .hardware import full_shape
+
+    ratio = recipe.adapter.loraplus_lr_ratio
+    decay = recipe.optimizer.weight_decay if len(full_shape(parameter)) >= 2 else 0.0
+    return decay, ratio if ratio is not None and ".lora_B." in name else 1.0

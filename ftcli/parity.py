@@ -201,7 +201,7 @@ def combinations(
     """Return the runs to make, the reference first; raises `InputError` for all that cannot be run."""
     from .profiles import check_pair, load_profile
 
-    check_inputs(recipe)
+    check_inputs(recipe, cpu=cpu)
     problems: list[Problem] = []
     planned: list[Combination] = []
     for profile in map(load_profile, profiles):

@@ -129,13 +129,35 @@ def check_trackers(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def check_inputs(recipe: Recipe) -> None:
-    """Look at what the recipe reads on this machine; raises `InputError` for a model or data that is not there."""
+def check_quantization(recipe: Recipe, *, cpu: bool) -> list[Problem]:
+    """Return why this machine cannot hold the recipe's model in 4 bits."""
+    from .devices import count_gpus
+
+    if recipe.model.quantization is None:
+        return []
+    problems = []
+    if importlib.util.find_spec("bitsandbytes") is None:
+        hint = "pip install bitsandbytes (ftcli's extra `quantization`), or take the section out"
+        problems.append(Problem("model.quantization needs bitsandbytes, which is not installed", hint=hint))
+    if cpu or not count_gpus():
+        hint = "train where there is a GPU; to rehearse here, --set model.quantization=null"
+        problems.append(Problem("model.quantization needs a GPU", hint=hint))
+    return problems
+
+
+def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
+    """Look at what the recipe reads on this machine; raises `InputError` for a model or data that is not there.
+
+    Also for an adapter to go on from that is not the recipe's, and for a model in 4 bits where none can run.
+    """
+    from .adapters import adapter_problems
     from .attention import check_attention
     from .prompts import prompts_of
     from .rows import check_source, model_folder
     from .tasks import find_task, is_own
 
+    if problems := [*adapter_problems(recipe.adapter), *check_quantization(recipe, cpu=cpu)]:
+        raise InputError(problems)
     prompts_of(recipe.evaluate.generate)
     model_folder(recipe.model.name)
     if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
@@ -244,7 +266,7 @@ def check(
     chosen = load_profile(profile) if profile is not None else None
     if problems := check_trackers(loaded) + ([] if chosen is None else check_pair(loaded, chosen)):
         raise InputError(problems)
-    check_inputs(loaded)
+    check_inputs(loaded, cpu=cpu)
     survey = _survey(path, overrides) if data else None
     counts = known_rows(loaded)
     machines = 1 if chosen is None else chosen.num_machines

@@ -105,6 +105,8 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
     if given is not None and given != PROFILE_PRECISION.get(recipe.precision, "no"):
         hint = f"the recipe has precision: {recipe.precision}; remove mixed_precision from the profile"
         problems.append(Problem(f"mixed_precision is {given}", where, hint))
+    if recipe.model.quantization is not None:
+        problems += _cannot_hold_4_bits(profile, where)
     if profile.distributed_type == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or choose the profile fsdp"
         problems.append(Problem("this profile needs DeepSpeed, which is not installed", where, hint))
@@ -114,6 +116,16 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
         told = "precision is bf16_pure, and DeepSpeed then offloads no optimizer but its own, which it would compile"
         problems.append(Problem(told, where, "use precision: bf16, or the profile fsdp_offload"))
     return problems
+
+
+def _cannot_hold_4_bits(profile: Profile, where: str) -> list[Problem]:
+    """Return why a profile cannot train beside weights in 4 bits, whose scales are no parameters."""
+    told, hint = "model.quantization cannot run on this profile: ", "choose single, ddp or fsdp"
+    if profile.distributed_type == "DEEPSPEED":
+        return [Problem(f"{told}ZeRO flattens weights, and those in 4 bits lose their scales", where, hint)]
+    if profile.values.get("fsdp_config", {}).get("fsdp_offload_params") is True:
+        return [Problem(f"{told}their scales stay on the GPU when shards wait on the host", where, hint)]
+    return []
 
 
 def _steps_anyway(installed: str, where: str) -> list[Problem]:

@@ -22,6 +22,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+class Quantization(Section):
+    """A frozen base model in 4 bits (bitsandbytes, on GPUs), under an adapter: QLoRA."""
+
+    load_in_4bit: Literal[True] = Field(description="true: linear layers but the head are held in 4 bits.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="Which 16 values a weight may have.")
+    bnb_4bit_use_double_quant: bool = Field(
+        True, description="Quantise the scales of each 64 weights too: 0.4 bits less for each weight."
+    )
+
+
 class Model(Section):
     """Which weights are trained, and how they are built."""
 
@@ -48,6 +58,16 @@ class Model(Section):
         description="frozen: statistics of batch normalisation stay as loaded; train: they follow each "
         "process's own rows, and the curve then depends on the hardware.",
     )
+    quantization: Quantization | None = Field(
+        None,
+        description="Hold the frozen weights in 4 bits. They are computed with in the recipe's precision, and stored "
+        "as numbers of that dtype, so that they can be sharded.",
+    )
+    new_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list,
+        description="Tokens to add to the tokenizer. Their rows of the embeddings, and of an untied head, start as the "
+        "mean of the model's own; with an adapter these rows are trained beside it.",
+    )
     attn_implementation: str | None = Field(
         None, description=f"Attention kernel, as transformers names it. {MACHINE_HINT}"
     )
@@ -68,6 +88,33 @@ class Adapter(Section):
         "all-linear",
         description="all-linear, a list of module-name endings, or one regular expression over full names.",
     )
+    exclude_modules: list[str] = Field(
+        default_factory=list, description="Module-name endings that get no adapter though target_modules names them."
+    )
+    modules_to_save: list[str] = Field(
+        default_factory=list,
+        description="Module-name endings that are trained in full, and saved beside the adapter. New heads always are.",
+    )
+    use_rslora: bool = Field(False, description="Scale the update by lora_alpha / sqrt(r): rank-stabilised LoRA.")
+    use_dora: bool = Field(
+        False, description="Also train the length of every output's weights, apart from their direction: DoRA."
+    )
+    loraplus_lr_ratio: float | None = Field(
+        None,
+        gt=0,
+        description="LoRA+: B matrices learn at optimizer.learning_rate times this (often 16). Absent: like all.",
+    )
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of an adapter to go on from (peft's, or final/ of a run); this section must agree with it.",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_type(self) -> Adapter:
+        if self.type == "none" and self.path is not None:
+            raise ValueError("path names an adapter, and type is none: set type to lora, or leave path out")
+        return self
 
 
 class Source(Section):
@@ -407,6 +454,14 @@ class Recipe(Section):
             raise ValueError("faults.non_finite: skip cannot undo what a step did to batch_norm: train; use rollback")
         if policy == "rollback" and self.checkpoint.every_steps is None:
             raise ValueError("faults.non_finite: rollback needs checkpoints to go back to: set checkpoint.every_steps")
+        return self
+
+    @model_validator(mode="after")
+    def _quantised_weights_are_frozen(self) -> Recipe:
+        if self.model.quantization is not None and self.adapter.type == "none":
+            raise ValueError(
+                "model.quantization holds weights in 4 bits, which cannot be trained: set adapter.type: lora"
+            )
         return self
 
     @model_validator(mode="after")

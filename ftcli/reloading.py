@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RELOAD = """
-import hashlib, json, sys
+import hashlib, json, os, sys
 import torch, transformers
 from safetensors.torch import load_file
 asked = json.loads(sys.stdin.read())
@@ -35,6 +35,10 @@ else:
     base = auto.from_pretrained(
         config["base_model_name_or_path"], dtype=torch.float32 if asked["probe"] else "auto", **more
     )
+    if os.path.exists(folder + "/tokenizer_config.json"):
+        tokens = len(transformers.AutoTokenizer.from_pretrained(folder))
+        if tokens > base.get_input_embeddings().num_embeddings:
+            base.resize_token_embeddings(tokens, mean_resizing=False)
     model = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
 weights = dict(model.named_parameters()) | dict(model.named_buffers())
 parameters = dict(model.named_parameters())

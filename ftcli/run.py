@@ -172,7 +172,7 @@ def prepare(
     model = _build_model(loaded, task, rows, weights)
     check_prompts(loaded, prompts, model)
     model = hardware.fit(model, loaded)
-    optimizer = build_optimizer(model, loaded.optimizer)
+    optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
     train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
     order = train_loader.batch_sampler
@@ -228,18 +228,22 @@ def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:
 def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path | None) -> nn.Module:
     """Return the task's model with its adapter, in training mode and not yet prepared."""
     from .adapters import add_adapter
+    from .hardware import built_whole
     from .hardware.precision import load_dtype, trained_dtype
+    from .token_rows import new_rows
 
     model, heads = task.load_model(rows.facts, dtype=load_dtype(recipe), weights=weights)
-    model = add_adapter(
-        model,
-        recipe.adapter,
-        seed=recipe.seed,
-        keep=heads,
-        dtype=trained_dtype(recipe),
-        task_type=task.peft_type,
-        weights=weights,
-    )
+    with built_whole():
+        model = add_adapter(
+            model,
+            recipe.adapter,
+            seed=recipe.seed,
+            keep=heads,
+            dtype=trained_dtype(recipe),
+            task_type=task.peft_type,
+            rows=new_rows(model, recipe),
+            weights=weights,
+        )
     task.finish_model(model)
     if recipe.model.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):

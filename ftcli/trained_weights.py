@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .checkpoint import Stored
     from .tasks.protocol import Task
 
+WRAPPERS = ("base_layer", "modules_to_save", "token_adapter", "default")  # in peft's names of a base model's weights
 STRETCH = 2**24  # elements that are read from a checkpoint at a time
 
 
@@ -26,15 +27,17 @@ def build_model(recipe: Recipe, task: Task, facts: dict[str, Any]) -> Any:
     """Return the model that a run trains, before `prepare`, with the recipe's weights in the dtype of their files."""
     from .adapters import add_adapter
     from .hardware.precision import trained_dtype
+    from .token_rows import new_rows
 
     model, heads = task.load_model(facts, dtype="auto")
     model = add_adapter(
         model,
-        recipe.adapter,
+        recipe.adapter.model_copy(update={"path": None}),  # the values it began with are not needed
         seed=recipe.seed,
         keep=heads,
         dtype=trained_dtype(recipe),
         task_type=task.peft_type,
+        rows=new_rows(model, recipe),
     )
     task.finish_model(model)
     return model.eval()
@@ -79,10 +82,10 @@ def merged_model(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], Ite
     sources: dict[str, tuple[Any, Tensor]] = {}
     for name, value in _live(base).items():
         parts = name.split(".")
-        if "original_module" in parts or any(part.startswith("lora_") for part in parts):
+        if any(part in ("original_module", "trainable_tokens_delta") or part.startswith("lora_") for part in parts):
             continue
         layer = base.get_submodule(name.rpartition(".base_layer.")[0]) if "base_layer" in parts else None
-        plain = ".".join(part for part in parts if part not in ("base_layer", "modules_to_save", "default"))
+        plain = ".".join(part for part in parts if part not in WRAPPERS)
         sources[plain] = (layer if parts[-1] == "weight" else None, value)
         wanted[plain] = _meta(value, dtype)
 
@@ -91,9 +94,24 @@ def merged_model(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], Ite
             if layer is None:
                 yield name, _cast(value, dtype)
             else:
-                yield name, (value.float() + layer.get_delta_weight("default").float()).to(dtype)
+                yield name, _merged(layer, value.float()).to(dtype)
 
     return wanted, values()
+
+
+def _merged(layer: Any, value: Tensor) -> Tensor:
+    """Return the weight of a layer with what was trained beside it, as peft merges it: float32."""
+    import torch
+
+    if hasattr(layer, "trainable_tokens_delta"):
+        rows = torch.tensor(layer.token_indices["default"])
+        return value.index_copy(0, rows, layer.trainable_tokens_delta["default"].detach().float())
+    variant = layer.lora_variant.get("default")  # DoRA
+    if variant is not None:
+        merged: Tensor = variant.merge_safe(layer, "default", value)
+        return merged.detach()
+    delta: Tensor = layer.get_delta_weight("default").float()
+    return value + delta
 
 
 def adapter_values(model: Any, stored: Stored) -> dict[str, Tensor]:
@@ -160,7 +178,7 @@ def _check_ties(base: Any) -> None:
     for name, parameter in base.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for tied in names.values():
-        if len(tied) > 1 and any(".base_layer." in f".{name}" for name in tied):
+        if len(tied) > 1 and any(".base_layer." in f".{name}" and ".token_adapter." not in name for name in tied):
             raise InputError(
                 f"--merge: LoRA is beside {tied[0]}, which is the same weight as {tied[1]}",
                 hint="export the adapter without --merge",

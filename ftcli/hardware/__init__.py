@@ -49,7 +49,7 @@ class Hardware:
 
     def fit(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         """Return the model as the backend needs it before `prepare`, computing in the recipe's precision."""
-        if reads_once():
+        if reads_once() and not is_quantised(model):
             loading.agree(model)
         model = self.backend.fit(self.accelerator, model)
         precision.compute_in(model, recipe, self.accelerator.device.type)
@@ -71,7 +71,7 @@ class Hardware:
 
     def handing_out(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return the block for `prepare`: after it every rank has its part of weights that one rank read for all."""
-        if not reads_once():
+        if not reads_once() or is_quantised(model):
             return nullcontext()
         block: AbstractContextManager[None] = self.backend.handing_out(self.accelerator, model, optimizer)
         return block
@@ -191,14 +191,24 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     return shape
 
 
+def is_quantised(model: nn.Module) -> bool:
+    """Say whether weights are held in 4 bits (bitsandbytes): every rank then read them for itself."""
+    return any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
+
+
 def read_once(read: Callable[[], tuple[nn.Module, T]], build: Callable[[], nn.Module]) -> tuple[nn.Module, T]:
     """Return what `read` returns, a model with its weights and what was found; a collective.
 
     Where the profile lets one rank read for all, the others get the model of `build`, which has no values before
     `prepare`. transformers never loads in pieces here.
     """
-    with deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext():
+    with built_whole():
         return loading.read_for_all(read, build) if reads_once() else read()
+
+
+def built_whole() -> AbstractContextManager[None]:
+    """Return a block in which transformers and peft see whole weights, as they are until `prepare`."""
+    return deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext()
 
 
 def reads_once() -> bool:

@@ -74,6 +74,8 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
     Accelerate makes a unit of its own of the input embeddings. Where a model has none it raises instead of saying
     so, and where they are inside a block that is a unit already they would be sharded twice; both fail in prepare.
+    So does a weight that embeddings and head share inside adapters, where Accelerate does not see that they do: with
+    neither in a unit of its own it is cut once, with the rest of the model.
     """
     inner: Any = model
     if hasattr(model, "get_base_model"):
@@ -83,7 +85,10 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     except NotImplementedError:
         embeddings = None
     if embeddings is None or _is_in_a_unit(accelerator, inner, embeddings):
-        _answer_none_once(model)
+        _answer_none_once(model, "get_input_embeddings")
+    elif _share_unseen(embeddings, inner.get_output_embeddings()):
+        _answer_none_once(model, "get_input_embeddings")
+        _answer_none_once(model, "get_output_embeddings")
     return model
 
 
@@ -128,13 +133,20 @@ def _is_in_a_unit(accelerator: Accelerator, model: nn.Module, embeddings: nn.Mod
     return any(embeddings is module for unit in units for module in unit.modules())
 
 
-def _answer_none_once(model: Any) -> None:
-    """Let the next question for input embeddings, which is Accelerate's, be answered with None."""
+def _share_unseen(embeddings: nn.Module, head: nn.Module | None) -> bool:
+    """Say whether embeddings and head hold a common parameter, though their weights are not one and the same."""
+    if head is None or getattr(embeddings, "weight", None) is head.weight:
+        return False
+    return bool({id(p) for p in embeddings.parameters()} & {id(p) for p in head.parameters()})
+
+
+def _answer_none_once(model: Any, question: str) -> None:
+    """Let the next question for a part of the model, which is Accelerate's, be answered with None."""
 
     def answer() -> None:
-        del model.__dict__["get_input_embeddings"]
+        del model.__dict__[question]
 
-    model.__dict__["get_input_embeddings"] = answer
+    model.__dict__[question] = answer
 
 
 def unwrap(model: nn.Module) -> nn.Module:

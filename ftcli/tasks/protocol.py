@@ -30,6 +30,9 @@ class Task(Protocol):
     A task whose rows are documents of a language model says `packs = True`: `collate` then lays training rows end to
     end where the recipe asks for it (`tokens.flat_batch`), and `finish_model` confines attention to each
     (`attention.confine_to_documents`). A task that does not say so refuses data.packing and data.padding_free.
+
+    A task may also have `sparse: tuple[str, ...]`, names of modules that its rows do not all use: their tensors may be
+    without a gradient for many steps (gradient_watch.py).
     """
 
     item: Literal["token", "sample"]  # what the loss is a sum over

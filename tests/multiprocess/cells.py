@@ -66,6 +66,7 @@ CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sft-tied": ("sft", "tied", {}),
     "sft-untied": ("sft", "untied", {}),
     "sft-lora": ("sft", "tied", LORA),
+    "sft-dora": ("sft", "untied", LORA | {"use_dora": True}),
     "text": ("text_classification", "encoder", {}),
     "text-lora": ("text_classification", "encoder", LORA),
     "vit": ("image_classification", "vit", {}),

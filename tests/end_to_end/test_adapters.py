@@ -1,0 +1,218 @@
+"""Adapters from the first step to another program: what is trained, gone on from, watched and written. Tiny models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ftcli.adapters import adapter_problems
+from ftcli.artifacts import PROBE, load_plain, save_final
+from ftcli.errors import InputError, RunError
+from ftcli.exports import export
+from ftcli.loop import steps
+from ftcli.recipe import Adapter, Recipe
+from ftcli.recipe_file import dump_recipe
+from ftcli.run import Run, prepare
+
+from ..multiprocess.cells import cell, write_inputs
+
+LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
+NEW = ["<think>", "</think>"]
+TASK = """
+from ftcli.tasks.sft import Options
+from ftcli.tasks.sft import Task as Sft
+
+
+class Task(Sft):
+    {sparse}
+
+    def finish_model(self, model):
+        import torch
+
+        model.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+        {change}
+        super().finish_model(model)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    rows = (folder / "chats.jsonl").read_text()
+    (folder / "thoughts.jsonl").write_text(rows.replace('"completion": "', '"completion": "<think>beta</think> '))
+    return folder
+
+
+def recipe(folder: Path, model: str = "untied", *, new_tokens: tuple[str, ...] = (), **changes: Any) -> Recipe:
+    section = {"name": str(folder / model), "dropout": 0.0, "new_tokens": list(new_tokens)}
+    data = {"train": {"path": str(folder / "thoughts.jsonl")}, "max_length": 128}
+    batch = {"global_size": 6, "micro_size": 6}
+    return cell(folder, "sft-tied", **({"model": section, "data": data, "batch": batch} | changes))
+
+
+def trained(what: Recipe, output: Path) -> Run:
+    """Train to the end and write the run folder."""
+    run = prepare(what, cpu=True, output=output)
+    for _ in steps(run):
+        pass
+    save_final(run)
+    (output / "recipe.yaml").write_text(dump_recipe(what))
+    return run
+
+
+def test_groups_carry_their_factor_through_the_schedule(inputs: Path) -> None:
+    run = prepare(recipe(inputs, adapter=LORA | {"loraplus_lr_ratio": 4.0}), cpu=True)
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    for step in steps(run):
+        for group in run.optimizer.param_groups:
+            is_b = {".lora_B." in names[id(parameter)] for parameter in group["params"]}
+            assert group["lr"] == pytest.approx(step.learning_rate * (4 if is_b == {True} else 1))
+            assert len(is_b) == 1
+
+
+def test_the_scale_is_lora_alpha_over_r_or_over_its_root(inputs: Path) -> None:
+    for rooted, scale in ((False, 2.0), (True, 6 / 3**0.5)):
+        model: Any = prepare(recipe(inputs, adapter=LORA | {"use_rslora": rooted}), cpu=True).model
+        scales = {module.scaling["default"] for module in model.modules() if hasattr(module, "lora_A")}
+        assert list(scales) == [pytest.approx(scale)]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "new tokens and DoRA, tied": {"model": "tied", "new_tokens": NEW, "adapter": LORA | {"use_dora": True}},
+    "new tokens, all trained": {"model": "tied", "new_tokens": NEW},
+    "whole modules": {"adapter": LORA | {"modules_to_save": ["lm_head"], "use_rslora": True}},
+    "new tokens": {"new_tokens": NEW, "adapter": LORA},
+    "new tokens, saved whole": {"new_tokens": NEW, "adapter": LORA | {"modules_to_save": ["embed_tokens", "lm_head"]}},
+}
+FAST = "new tokens and DoRA, tied"
+
+
+@pytest.mark.parametrize("kind", [k if k == FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+def test_what_was_trained_is_written_and_gives_the_same_logits_elsewhere(
+    kind: str, inputs: Path, tmp_path: Path
+) -> None:
+    run = trained(recipe(inputs, **KINDS[kind]), tmp_path / "run")
+    probe = load_file(tmp_path / "run" / PROBE)
+    wanted = probe.pop("logits")
+    exported = export(tmp_path / "run", tmp_path / "merged", merge="adapter" in KINDS[kind])
+    for folder in (tmp_path / "run" / "final", exported):
+        with torch.no_grad():
+            found = load_plain("AutoModelForCausalLM", folder)(**probe).logits
+        real = probe["attention_mask"].bool()
+        torch.testing.assert_close(found[real], wanted[real], rtol=1e-4, atol=1e-4)
+    if "adapter" in KINDS[kind]:
+        stored = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+        assert len(stored) == len(run.hardware.trained_shapes(run.model))
+
+
+def test_a_run_goes_on_from_the_adapter_of_another(inputs: Path, tmp_path: Path) -> None:
+    first = trained(recipe(inputs, **KINDS[FAST]), tmp_path / "run")
+    again = KINDS[FAST]["adapter"] | {"path": str(tmp_path / "run" / "final")}
+    second = prepare(recipe(inputs, **(KINDS[FAST] | {"adapter": again})), cpu=True)
+    ends = {name: p for name, p in first.model.named_parameters() if p.requires_grad}
+    starts = {name: p for name, p in second.model.named_parameters() if p.requires_grad}
+    assert list(ends) == list(starts)
+    assert all(torch.equal(ends[name], starts[name]) for name in ends)
+
+
+def save_adapter(folder: Path, inputs: Path) -> Path:
+    """Write an adapter as peft alone does."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(inputs / "untied")
+    get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"])).save_pretrained(folder)
+    return folder
+
+
+def test_an_adapter_to_go_on_from_must_be_the_recipes(inputs: Path, tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "adapter", inputs)
+    mine = {"type": "lora", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "path": str(folder)}
+    stored = load_file(folder / "adapter_model.safetensors")
+    run = prepare(recipe(inputs, adapter=mine), cpu=True)
+    values = {name.replace(".default", ""): p for name, p in run.model.named_parameters() if p.requires_grad}
+    assert all(torch.equal(values[name], value) for name, value in stored.items()) and len(values) == len(stored)
+
+    other = Adapter.model_validate(mine | {"r": 4, "use_dora": True})
+    assert [problem.what.split(",")[0] for problem in adapter_problems(other)] == [
+        "adapter.r is 4",
+        "adapter.use_dora is True",
+    ]
+    with pytest.raises(InputError, match=r"holds another adapter: .*k_proj.lora_A.weight is not there"):
+        prepare(recipe(inputs, adapter=mine | {"target_modules": ["q_proj", "k_proj"]}), cpu=True)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}}))
+    assert "rank_pattern" in adapter_problems(Adapter.model_validate(mine))[0].what
+    (folder / "adapter_model.safetensors").unlink()
+    assert "no adapter_model.safetensors" in adapter_problems(Adapter.model_validate(mine))[0].what
+    shutil.rmtree(folder)
+    assert "no adapter_config.json" in adapter_problems(Adapter.model_validate(mine))[0].what
+
+
+@pytest.mark.parametrize("key", ["modules_to_save", "exclude_modules"])
+def test_a_module_name_that_matches_nothing_is_told(key: str, inputs: Path) -> None:
+    with pytest.raises(InputError, match=f"adapter.{key}: no module's name ends with head"):
+        prepare(recipe(inputs, adapter=LORA | {key: ["head"]}), cpu=True)
+
+
+def watched(inputs: Path, folder: Path, change: str, sparse: str = "", steps_: int = 3) -> list[float]:
+    own = folder / f"task{len(list(folder.iterdir()))}.py"  # a file is imported once
+    own.write_text(TASK.format(change=change, sparse=sparse))
+    what = recipe(inputs, task=str(own), train={"max_steps": steps_})
+    return [step.loss for step in steps(prepare(what, cpu=True))]
+
+
+def test_a_tensor_that_never_has_a_gradient_stops_the_run_by_its_name(inputs: Path, tmp_path: Path) -> None:
+    unused = "model.extra = torch.nn.Linear(2, 2)"
+    with pytest.raises(RunError, match=r"2 of 25 trained tensors had no gradient in 3 steps: extra.weight, extra.bias"):
+        watched(inputs, tmp_path, unused)
+    with pytest.raises(RunError, match=r"in 20 steps: extra.weight, extra.bias"):
+        watched(inputs, tmp_path, unused, steps_=22)
+    assert len(watched(inputs, tmp_path, unused, sparse="sparse = ('extra',)")) == 3
+    assert len(watched(inputs, tmp_path, "")) == 3  # experts are left out
+
+
+def test_what_is_cut_off_from_the_loss_is_found_and_lora_is_not(inputs: Path, tmp_path: Path) -> None:
+    cut = "model.model.norm.register_forward_pre_hook(lambda module, args: (args[0].detach(),))"
+    with pytest.raises(RunError, match=r"19 of 23 .*model.embed_tokens.weight, .* and 11 more"):
+        watched(inputs, tmp_path, cut)
+    for count in (1, 2):  # A has its first gradient in the second step
+        assert len(
+            list(steps(prepare(recipe(inputs, adapter=LORA, train={"max_steps": count}, schedule={}), cpu=True)))
+        )
+
+
+def test_new_rows_start_as_the_mean_and_known_tokens_are_refused(inputs: Path) -> None:
+    model: Any = prepare(recipe(inputs, new_tokens=tuple(NEW)), cpu=True).model
+    for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+        assert weight.shape[0] == 260
+        torch.testing.assert_close(weight[258:], weight[:258].mean(dim=0).expand(2, -1))
+    with pytest.raises(InputError, match=r"model.new_tokens: <\|im_end\|> is a token already"):
+        prepare(recipe(inputs, new_tokens=("<|im_end|>",)), cpu=True)
+
+
+def test_with_an_adapter_only_the_new_rows_move(inputs: Path, tmp_path: Path) -> None:
+    run = trained(recipe(inputs, adapter=LORA, new_tokens=tuple(NEW)), tmp_path / "run")
+    stored = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    rows = {name: tuple(value.shape) for name, value in stored.items() if "lora_" not in name}
+    assert set(rows.values()) == {(2, 32)} and len(rows) == 2
+    assert not any(p.requires_grad for n, p in run.model.named_parameters() if "base_layer" in n)
+
+
+def test_a_damaged_adapter_is_told(inputs: Path, tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "adapter", inputs)
+    mine = {"type": "lora", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "path": str(folder)}
+    values = load_file(folder / "adapter_model.safetensors")
+    save_file(dict(list(values.items())[1:]), folder / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="is not there"):
+        prepare(recipe(inputs, adapter=mine), cpu=True)
+    (folder / "adapter_model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(InputError, match="cannot be read"):
+        prepare(recipe(inputs, adapter=mine), cpu=True)

@@ -1,0 +1,97 @@
+"""Adapters of every kind, and new tokens: one curve, and one set of weights, on every profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftcli.checkpoint_folder import checkpoint_path
+from ftcli.recipe import Recipe
+from ftcli.testing import run_on_cpu
+
+from .cells import SAVED_AT, cell, go_on, save_cell, train_recipe, write_inputs
+from .test_profiles import assert_same_curve
+
+LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
+NEW = ["<think>", "</think>"]
+KINDS: dict[str, dict[str, Any]] = {
+    "whole modules, rank-stabilised, LoRA+": {
+        "model": {"name": "tied"},
+        "adapter": LORA
+        | {
+            "use_rslora": True,
+            "loraplus_lr_ratio": 4.0,
+            "modules_to_save": ["lm_head", "norm"],
+            "exclude_modules": ["down_proj"],
+        },
+    },
+    "new tokens, all trained": {"model": {"name": "untied", "new_tokens": NEW}},
+    "new tokens, all trained, tied": {"model": {"name": "tied", "new_tokens": NEW}},
+    "new tokens and LoRA": {"adapter": LORA, "model": {"name": "untied", "new_tokens": NEW}},
+    "new tokens and DoRA, tied": {"adapter": LORA | {"use_dora": True}, "model": {"name": "tied", "new_tokens": NEW}},
+}
+
+
+def recipe(folder: Path, kind: str, **more: Any) -> Recipe:
+    changes = KINDS[kind]
+    model = {"name": "untied"} | changes.get("model", {})
+    model = model | {"name": str(folder / model["name"]), "dropout": 0.0}
+    data = {"train": {"path": str(folder / "thoughts.jsonl")}, "eval_rows": 5, "max_length": 128}
+    return cell(folder, "sft-untied", **(changes | {"model": model, "data": data} | more))
+
+
+def train_kinds(folder: Path, kinds: list[str]) -> dict[str, Any]:
+    return {kind: train_recipe(recipe(folder, kind)) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    rows = (folder / "chats.jsonl").read_text()
+    (folder / "thoughts.jsonl").write_text(rows.replace('"completion": "', '"completion": "<think>beta</think> '))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_on_cpu(train_kinds, inputs, list(KINDS), processes=1, profile="single")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["ddp", "fsdp", "zero3"])
+def test_every_adapter_and_new_tokens_follow_the_curve_of_one_process(
+    profile: str, inputs: Path, single: dict[str, Any]
+) -> None:
+    found = run_on_cpu(train_kinds, inputs, list(KINDS), processes=2, profile=profile)[0]
+    for kind in KINDS:
+        assert_same_curve(single[kind], found[kind])
+
+
+RESUMED = ["whole modules, rank-stabilised, LoRA+", "new tokens and DoRA, tied"]
+
+
+def save_kinds(folder: Path, output: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    return {kind: save_cell(recipe(folder, kind, **changes), output / kind) for kind in RESUMED}
+
+
+def resume_kinds(folder: Path, output: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    return {kind: go_on(recipe(folder, kind, **changes), checkpoint_path(output / kind, SAVED_AT)) for kind in RESUMED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("single", "zero3"), ("fsdp", "single")])
+def test_adapters_go_on_from_another_profiles_checkpoint(before: str, after: str, inputs: Path, tmp_path: Path) -> None:
+    changes = {"train": {"max_steps": 7}}
+    worlds = {"single": 1, "fsdp": 2, "zero3": 2}
+    wanted = run_on_cpu(save_kinds, inputs, tmp_path, changes, processes=worlds[before], profile=before)[0]
+    found = run_on_cpu(resume_kinds, inputs, tmp_path, changes, processes=worlds[after], profile=after)[0]
+    for kind in RESUMED:
+        for (loss, norm, samples), row in zip(wanted[kind]["rows"][SAVED_AT:], found[kind]["rows"], strict=True):
+            assert row == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5), samples)
+        assert list(found[kind]["after"]) == list(wanted[kind]["after"])
+        ends = (np.concatenate([v.ravel() for v in run[kind]["after"].values()]) for run in (found, wanted))
+        assert np.allclose(*ends, atol=1e-5)

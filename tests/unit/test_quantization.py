@@ -1,0 +1,65 @@
+"""A base model in 4 bits is refused before anything is loaded where it cannot run; no bitsandbytes is needed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ftcli.errors import InputError
+from ftcli.planning import check_quantization
+from ftcli.profiles import check_pair, load_profile
+from ftcli.recipe import Recipe
+from ftcli.recipe_file import load_recipe
+
+VALUES = {
+    "task": "sft",
+    "model": {"name": "some/model", "quantization": {"load_in_4bit": True}},
+    "adapter": {"type": "lora"},
+    "data": {"train": "rows.jsonl"},
+    "batch": {"global_size": 8},
+    "train": {"max_steps": 2},
+    "optimizer": {"learning_rate": 1e-4},
+}
+RECIPE = Recipe.model_validate(VALUES)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "hsdp"])
+def test_four_bits_pair_with_profiles_that_keep_or_cut_weights(name: str) -> None:
+    assert check_pair(RECIPE, load_profile(name)) == []
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_offload", "fsdp_offload"])
+def test_four_bits_are_refused_where_weights_are_flattened_or_wait_on_the_host(name: str) -> None:
+    told = [problem.what for problem in check_pair(RECIPE, load_profile(name))]
+    assert len(told) == 1 and told[0].startswith("model.quantization cannot run on this profile")
+
+
+def test_four_bits_need_a_gpu_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    told = [problem.what for problem in check_quantization(RECIPE, cpu=True)]
+    assert told == [
+        "model.quantization needs bitsandbytes, which is not installed",
+        "model.quantization needs a GPU",
+    ]
+    plain = RECIPE.model_copy(update={"model": RECIPE.model.model_copy(update={"quantization": None})})
+    assert check_quantization(plain, cpu=True) == []
+
+
+def test_weights_in_four_bits_cannot_be_trained(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(VALUES | {"adapter": {"type": "none"}}))
+    with pytest.raises(InputError, match="holds weights in 4 bits, which cannot be trained"):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [("bnb_4bit_compute_dtype", "it is the recipe's precision"), ("bnb_4bit_quant_storage", "it follows from")],
+)
+def test_dtypes_of_four_bits_are_derived(key: str, hint: str, tmp_path: Path) -> None:
+    quantization = {"load_in_4bit": True, key: "bfloat16"}
+    model = {"name": "some/model", "quantization": quantization}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(VALUES | {"model": model}))
+    with pytest.raises(InputError, match=hint):
+        load_recipe(tmp_path / "recipe.yaml")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import InputError as InputError
+    from .evaluation import evaluate as evaluate
     from .exports import export as export
     from .generation import generate as generate
     from .launcher import train as train
-    from .loop import evaluate as evaluate
     from .loop import steps as steps
     from .parity import compare_profiles as compare_profiles
     from .planning import check as check
@@ -32,7 +32,7 @@ _HOMES = {
     "RunFolder": "run_folder",
     "check": "planning",
     "compare_profiles": "parity",
-    "evaluate": "loop",
+    "evaluate": "evaluation",
     "export": "exports",
     "generate": "generation",
     "load_recipe": "recipe_file",

@@ -136,6 +136,13 @@ def sample_prompts(run: Run) -> list[Answer]:
     return [answer_of(run.task.tokenizer, run.prompts[number].prompt, every[number], ends) for number in sorted(every)]
 
 
+def measure(run: Run) -> tuple[dict[str, float], list[Answer]]:
+    """Return the metrics of the evaluation rows and of the answers to the prompts, and the answers; a collective."""
+    metrics = {} if run.eval_loader is None else evaluate(run)
+    answers = sample_prompts(run)
+    return metrics | measure_answers(answers), answers
+
+
 def measure_answers(answers: list[Answer]) -> dict[str, float]:
     """Return the mean length of answers, in tokens, and the share that the model ended itself."""
     if not answers:

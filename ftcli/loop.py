@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from .artifacts import save_final
 from .checkpoint import make_up, save
-from .evaluation import evaluate, measure_answers, sample_prompts
+from .evaluation import measure
 from .faults import Stopped
 from .gradient_watch import check_gradients
 from .hardware.out_of_memory import out_of_memory_told
@@ -189,14 +189,9 @@ def train(run: Run) -> None:
 def _measure(run: Run, report: Reporter, step: int) -> dict[str, float] | None:
     """Evaluate, answer prompts, record and return the metrics; None when the run was asked to stop meanwhile."""
     try:
-        metrics = {} if run.eval_loader is None else evaluate(run)
-        answers = sample_prompts(run)
+        metrics, answers = measure(run)
     except Stopped:
         return None
-    metrics |= measure_answers(answers)
     report.evaluation(step, metrics)
     report.answers(step, answers)
     return metrics
-
-
-__all__: list[Any] = ["Step", "evaluate", "steps", "train"]

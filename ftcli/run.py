@@ -342,7 +342,7 @@ def _record_start(run: Run, folder: RunFolder) -> None:
 
 def evaluate_run(path: str | Path, profile: Profile | None = None, *, cpu: bool = False) -> dict[str, float]:
     """Return the metrics of a run's final weights on its recipe's evaluation rows, and write evaluation.json."""
-    from .loop import evaluate
+    from .evaluation import evaluate
 
     folder = RunFolder(path)
     with record_failure(folder):

@@ -88,7 +88,8 @@ def train_cells_on_gpus(folder: Path, names: list[str], changes: dict[str, Any])
 
 def train_recipe(recipe: Recipe, *, cpu: bool = True) -> dict[str, Any]:
     """Return the curve, the evaluation, and the weights before and after of one recipe on this rank."""
-    from ftcli.loop import evaluate, steps
+    from ftcli.evaluation import evaluate
+    from ftcli.loop import steps
     from ftcli.run import prepare
 
     run = prepare(recipe, cpu=cpu)

@@ -28,7 +28,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate_all(folder: Path, micro_size: int) -> dict[str, dict[str, float]]:
     """Return the metrics of untrained models on evaluation sets of every size."""
-    from ftcli.loop import evaluate
+    from ftcli.evaluation import evaluate
     from ftcli.run import prepare
 
     found = {}
@@ -63,7 +63,7 @@ def test_metrics_do_not_depend_on_processes_or_micro_size(
 def evaluate_with_a_row_lost(folder: Path) -> str:
     """Return what `evaluate` says when a process delivers a row twice and another never."""
     import ftcli.loaders
-    from ftcli.loop import evaluate
+    from ftcli.evaluation import evaluate
     from ftcli.run import prepare
 
     run = prepare(cell(folder, "text"), cpu=True)

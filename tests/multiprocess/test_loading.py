@@ -151,7 +151,7 @@ def test_nothing_stays_without_values_and_the_optimizer_holds_what_is_trained(
 
 def evaluate_adapter(folder: Path, weights: Path) -> dict[str, float]:
     """Return the metrics of a trained adapter on its model."""
-    from ftcli.loop import evaluate
+    from ftcli.evaluation import evaluate
     from ftcli.run import prepare
 
     return evaluate(prepare(cell(folder, "text-lora"), cpu=True, weights=weights))

@@ -22,6 +22,7 @@ from ftcli.cache import prepare_rows
 from ftcli.encoding import usable_processors
 from ftcli.models import quiet_libraries
 from ftcli.recipe import Recipe
+from ftcli.rows import local_path
 from ftcli.tasks import build_task
 
 
@@ -69,7 +70,7 @@ def main() -> None:
         recipe = Recipe.model_validate(
             {
                 "task": given.task,
-                "model": {"name": given.model},
+                "model": {"name": str(local_path(given.model) or given.model)},
                 "data": {"train": str(path), "max_length": 4096},
                 "batch": {"global_size": 8},
                 "train": {"max_steps": 1},
@@ -77,17 +78,16 @@ def main() -> None:
             }
         )
         task = build_task(recipe)
-        os.environ["FTCLI_CACHE"] = folder  # after the model is found: the rows must be new
+        os.environ["FTCLI_CACHE"] = folder  # the rows must be new
         started = time.perf_counter()
         prepared = prepare_rows(recipe, task)
         ours, tokens = time.perf_counter() - started, prepared.tokens
         theirs, alone = time_tokenizer(path, task)
-    print(f"processors                {usable_processors()}")
-    print(f"ftcli tokenize            {ours:7.1f} s  {given.rows / ours:9,.0f} rows/s  {tokens / ours:11,.0f} tokens/s")
-    print(
-        f"encode_batch              {theirs:7.1f} s  {given.rows / theirs:9,.0f} rows/s  {alone / theirs:11,.0f} tokens/s"
-    )
-    print(f"ratio (1: as fast)        {(tokens / ours) / (alone / theirs):.2f}")
+    print(f"processors          {usable_processors()}")
+    for name, seconds, count in (("ftcli tokenize", ours, tokens), ("encode_batch", theirs, alone)):
+        speed = f"{given.rows / seconds:9,.0f} rows/s  {count / seconds:11,.0f} tokens/s"
+        print(f"{name:<18}{seconds:7.1f} s  {speed}")
+    print(f"ratio               {(tokens / ours) / (alone / theirs):.2f}")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def _hold_out(parts: list[Part], count: int, seed: int) -> tuple[list[Part], lis
 
 
 def _weigh(part: Part, weight: float, seed: int, number: int) -> Part:
-    """Return a part whose passes hold round(weight x rows) rows together: whole passes, then a part chosen by the seed."""
+    """Return a part whose passes hold round(weight x rows) rows: all of them in each but the last."""
     rows = len(part.indices)
     whole, rest = divmod(round(weight * rows), rows)
     if not whole and not rest:

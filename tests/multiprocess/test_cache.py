@@ -49,8 +49,8 @@ def start(inputs: Path, log: Path, cache: Path, pace: str = "fast") -> subproces
 
 def test_processes_that_want_the_same_rows_at_once_build_them_once(inputs: Path, tmp_path: Path) -> None:
     cache, log = tmp_path / "cache", tmp_path / "log"
-    children = [start(inputs, log, cache) for _ in range(4)]
-    assert [child.communicate(timeout=120)[0].split()[-1] for child in children] == ["37"] * 4
+    children = [start(inputs, log, cache) for _ in range(8)]
+    assert [child.communicate(timeout=120)[0].split()[-1] for child in children] == ["37"] * 8
     assert log.read_text() == "built\n"
 
 

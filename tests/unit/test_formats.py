@@ -1,0 +1,170 @@
+"""The shapes of rows: which columns are taken for what, what a row becomes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ftcli.errors import InputError
+from ftcli.formats import convert, described, recognise
+from ftcli.tasks.protocol import RowError
+
+CHAT = ("messages", "completion")
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+SCHEMA = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("columns", "kinds", "name"),
+    [
+        (["messages"], CHAT, "messages"),
+        (["id", "conversations", "tools"], CHAT, "ShareGPT conversations"),
+        (["prompt", "completion"], CHAT, "prompt and completion"),
+        (["instruction", "input", "output"], CHAT, "Alpaca instructions"),
+        (["text"], ("text",), "raw text"),
+        (["prompt", "chosen", "rejected", "completion"], CHAT, "prompt and completion"),
+        (["messages", "text"], ("text",), "raw text"),
+        (["text", "messages", "prompt", "completion"], CHAT, "messages"),
+    ],
+)
+def test_columns_tell_the_format(columns: list[str], kinds: tuple[str, ...], name: str) -> None:
+    assert recognise(columns, kinds, "rows.jsonl").name == name
+
+
+@pytest.mark.parametrize(
+    ("columns", "kinds", "words"),
+    [
+        (["prompt", "chosen", "rejected"], CHAT, ("rows.jsonl holds pairs of answers", "{completion: chosen}")),
+        (["text", "label"], CHAT, ("rows.jsonl holds raw text, which this task", "task: pretrain does")),
+        (["messages"], ("text",), ("rows.jsonl holds messages, which this task", "task: sft does")),
+        (["question", "answer"], CHAT, ("no column 'messages', nor 'conv", "columns there: question, answer; name")),
+    ],
+)
+def test_other_columns_are_refused_with_a_way_out(columns: list[str], kinds: tuple[str, ...], words: Any) -> None:
+    with pytest.raises(InputError) as told:
+        recognise(columns, kinds, "rows.jsonl")
+    assert words[0] in told.value.problems[0].what and words[1] in told.value.problems[0].hint
+
+
+def test_columns_that_are_not_used_are_named() -> None:
+    columns = ["output", "instruction", "score", "id", "input"]
+    assert described(recognise(columns, CHAT, "x"), columns) == "Alpaca instructions (not used: score)"
+
+
+def messages_of(row: dict[str, Any]) -> Any:
+    return convert(row, CHAT)["messages"]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [USER, ANSWER]}, [USER, ANSWER]),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}, [USER, ANSWER]),
+        ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
+        ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
+        ({"messages": json.dumps([USER, ANSWER])}, [USER, ANSWER]),
+        ({"messages": [USER, ANSWER], "system": "be kind"}, [{"role": "system", "content": "be kind"}, USER, ANSWER]),
+        (
+            {"instruction": "hi", "input": "", "output": "hello", "history": [["a", "b"]]},
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, USER, ANSWER],
+        ),
+        (
+            {"messages": [USER | {"content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, ANSWER]},
+            [USER, ANSWER],
+        ),
+        ({"messages": [USER, ANSWER | {"weight": 0}]}, [USER, ANSWER | {"train": False}]),
+        ({"messages": [USER | {"name": None}, ANSWER | {"tool_calls": None}]}, [USER, ANSWER]),
+    ],
+)
+def test_every_shape_of_a_conversation_becomes_the_same_messages(row: dict[str, Any], expected: Any) -> None:
+    assert messages_of(row) == expected
+
+
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+SEEN = {"role": "tool", "content": "rain"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, SEEN, ANSWER]},
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}],
+                },
+                {"role": "function", "content": "rain"},
+                ANSWER,
+            ]
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "hi"},
+                {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+                {"from": "observation", "value": "rain"},
+                {"from": "gpt", "value": "hello"},
+            ]
+        },
+    ],
+)
+def test_tool_calls_of_every_spelling_become_the_same_messages(row: dict[str, Any]) -> None:
+    assert messages_of(row) == [USER, CALLING, SEEN, ANSWER]
+
+
+@pytest.mark.parametrize("tools", [[SCHEMA], json.dumps([SCHEMA]), [json.dumps(SCHEMA)]])
+def test_tools_may_be_a_list_or_json_and_lose_the_nulls_that_tables_add(tools: Any) -> None:
+    assert convert({"messages": [USER, ANSWER], "tools": tools}, CHAT)["tools"] == [SCHEMA]
+    added = [SCHEMA | {"strict": None}]
+    assert convert({"messages": [USER, ANSWER], "tools": added}, CHAT)["tools"] == [SCHEMA]
+    assert convert({"messages": [USER, ANSWER], "tools": ""}, CHAT)["tools"] is None
+
+
+def test_prompts_stay_text() -> None:
+    pair = {"prompt": "a", "completion": "b"}
+    assert convert(pair, CHAT) == pair
+    assert convert({"instruction": "add", "input": "1 2", "output": "3"}, CHAT) == {
+        "prompt": "add\n\n1 2",
+        "completion": "3",
+    }
+    assert convert({"instruction": "a", "input": None, "output": "b", "system": None}, CHAT) == pair
+    assert convert({"text": " a ", "label": 1}, ("text",)) == {"text": " a "}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": []}, "must be a list of"),
+        ({"messages": "hello"}, "not JSON"),
+        ({"messages": [USER]}, "no message is the assistant's"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2 has no text `content`"),
+        ({"messages": [USER, {"role": "bot", "content": "x"}]}, "message 2 has role 'bot'; known: system, developer"),
+        ({"messages": [USER | {"content": [{"type": "image"}]}, ANSWER]}, "message 1 has a part of type 'image'"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]}, "message 2 calls a tool without a name"),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "the arguments of message 2: not JSON",
+        ),
+        ({"conversations": [{"from": "human", "value": None}]}, "message 1 has no text"),
+        ({"prompt": "a", "completion": " "}, "empty completion"),
+        ({"prompt": [USER], "completion": "b"}, "must both be text"),
+        ({"prompt": None, "completion": "b"}, "it has completion"),
+        ({"instruction": "a", "output": ""}, "empty output"),
+        ({"instruction": "a", "output": "b", "history": ["x"]}, "`history` must be"),
+        ({"messages": [USER, ANSWER], "tools": {}, "system": 5}, "`system` must be text"),
+        ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "`tools` must be a list"),
+    ],
+)
+def test_a_row_of_another_shape_is_told(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(RowError) as told:
+        convert(row, CHAT)
+    assert words in str(told.value)
+
+
+def test_a_text_that_is_empty_is_told() -> None:
+    with pytest.raises(RowError, match="has no text"):
+        convert({"text": "  "}, ("text",))

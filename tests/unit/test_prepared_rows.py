@@ -1,0 +1,308 @@
+"""What becomes of raw rows: several sources, limits and weights, rows that are too long, empty or cannot be used."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftcli import testing
+from ftcli.cache import PreparedRows, prepare_rows
+from ftcli.encoding import PARALLEL_FROM, encode_source, encoded_files
+from ftcli.errors import InputError
+from ftcli.evaluation import source_losses
+from ftcli.planning import format_facts
+from ftcli.recipe import Recipe
+from ftcli.tasks import build_task
+from ftcli.tasks.tokens import fit
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return testing.save_tiny_causal(tmp_path_factory.mktemp("model"))
+
+
+def recipe_of(model: Path, data: dict[str, Any], **changes: Any) -> Recipe:
+    values = {
+        "task": "pretrain",
+        "model": {"name": str(model)},
+        "data": {"max_length": 64} | data,
+        "batch": {"global_size": 1},
+        "train": {"max_steps": 1},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return Recipe.model_validate(values | changes)
+
+
+def prepared(recipe: Recipe) -> PreparedRows:
+    return prepare_rows(recipe, build_task(recipe))
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def texts(path: Path, letter: str, count: int) -> str:
+    """Write texts of one letter each, as many times as the row's number says."""
+    return write(path, [{"text": letter * (number + 1)} for number in range(count)])
+
+
+def chats(path: Path, answers: list[str | None]) -> str:
+    return write(path, [{"prompt": "p", "completion": answer} for answer in answers])
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40),
+    st.integers(2, 12),
+)
+def test_splitting_neither_loses_nor_doubles_a_trained_token(trained: list[bool], length: int) -> None:
+    ids = list(range(len(trained)))  # each token is its own place
+    pieces = fit(ids, trained, length, "split")
+    pairs = [list(zip(piece["input_ids"], piece["trained"], strict=True))[1:] for piece in pieces]
+    targets = [token for piece in pairs for token, is_trained in piece if is_trained]
+    assert targets == [t for t in ids[1:] if trained[t]]
+    assert all(2 <= len(piece["input_ids"]) <= length or len(ids) == 1 for piece in pieces)
+    assert all(piece["items"] == sum(piece["trained"][1:]) for piece in pieces)
+    for piece in pieces[1:]:  # the token before the first target is there
+        assert piece["input_ids"] == list(range(piece["input_ids"][0], piece["input_ids"][-1] + 1))
+        assert not piece["trained"][0]
+
+
+def test_a_long_row_is_cut_dropped_or_split() -> None:
+    ids, trained = [1, 2, 3, 4, 5], [False, True, True, True, True]
+    cut = {"input_ids": [1, 2, 3], "trained": [False, True, True], "items": 2}
+    assert fit(ids, trained, 3, "truncate") == [cut | {"cut": True}]
+    assert fit(ids, trained, 3, "drop") == []
+    assert fit(ids, trained, 3, "split") == [cut, {"input_ids": [3, 4, 5], "trained": [False, True, True], "items": 2}]
+    for policy in ("truncate", "drop", "split"):
+        assert fit(ids, trained, 5, policy) == [{"input_ids": ids, "trained": trained, "items": 4}]
+
+
+def test_every_document_of_raw_text_ends_with_the_end_token_and_is_trained_whole(model: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(model, {"train": write(tmp_path / "t.jsonl", [{"text": "ab"}, {"text": "x" * 100}])})
+    rows, end = prepared(recipe), build_task(recipe).tokenizer.eos_token_id
+    found = list(rows.train)
+    assert [len(row["input_ids"]) for row in found] == [3, 64, 38]  # 101 tokens, one of them in both pieces
+    assert found[0]["input_ids"][-1] == found[2]["input_ids"][-1] == end
+    assert [row["items"] for row in found] == [2, 63, 37]
+    assert [(row["id"], row["row"], row["source"]) for row in found] == [(0, 0, 0), (1, 1, 0), (2, 1, 0)]
+    assert rows.told == [
+        "data.train t: raw text, 2 rows, 105 tokens, 102 trained",
+        "data.train t: 1 of 2 rows were longer than 64 tokens and were split into 2 rows",
+    ]
+    assert rows.tokens == 105
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths", "line"),
+    [
+        ("truncate", [5, 64], "data.train t: 1 of 2 rows were longer than 64 tokens and were cut"),
+        ("drop", [5], "data.train t: 1 of 2 rows were longer than 64 tokens and were left out"),
+    ],
+)
+def test_the_log_tells_what_became_of_long_rows(
+    model: Path, tmp_path: Path, policy: str, lengths: list[int], line: str
+) -> None:
+    source = write(tmp_path / "t.jsonl", [{"text": "abcd"}, {"text": "x" * 100}])
+    rows = prepared(recipe_of(model, {"train": source, "truncation": policy}))
+    assert [len(ids) for ids in rows.train["input_ids"]] == lengths
+    assert rows.told[1:] == [line]
+
+
+def test_an_epoch_takes_the_weight_of_a_source_times_its_rows(model: Path, tmp_path: Path) -> None:
+    sources = [
+        {"path": texts(tmp_path / "a.jsonl", "a", 10), "weight": 0.5},
+        {"path": texts(tmp_path / "b.jsonl", "b", 8), "weight": 2.25, "label": "bees"},
+        {"path": texts(tmp_path / "c.jsonl", "c", 9), "max_rows": 4},
+    ]
+    rows = prepared(recipe_of(model, {"train": sources}))
+    seen = Counter(zip(rows.train["source"], rows.train["row"], strict=True))
+    assert Counter(rows.train["source"]) == {0: 5, 1: 18, 2: 4}
+    assert sorted(count for (source, _), count in seen.items() if source == 1) == [2] * 6 + [3] * 2
+    assert all(count == 1 for (source, _), count in seen.items() if source != 1)
+    assert list(rows.train["id"]) == list(range(27))
+    assert rows.labels == {"train": ["a", "bees", "c"]}
+    assert "data.train bees: 3 times in an epoch, the last time 2 of them" in rows.told
+    for row in rows.train:  # the row is what it says it is
+        assert len(row["input_ids"]) == row["row"] + 2
+    again = prepared(recipe_of(model, {"train": sources}, batch={"global_size": 2}))
+    assert list(again.train["row"]) == list(rows.train["row"])
+    other = prepared(recipe_of(model, {"train": sources}, seed=1))
+    assert list(other.train["row"]) != list(rows.train["row"])
+
+
+def test_a_weight_that_leaves_no_row_is_an_error(model: Path, tmp_path: Path) -> None:
+    source = {"path": texts(tmp_path / "a.jsonl", "a", 4), "weight": 0.1}
+    with pytest.raises(InputError, match=r"weight 0.1 leaves none of the 4 rows of .*a\.jsonl"):
+        prepared(recipe_of(model, {"train": source}))
+
+
+def test_rows_held_out_of_several_sources_are_never_trained_on(model: Path, tmp_path: Path) -> None:
+    sources = [{"path": texts(tmp_path / f"{name}.jsonl", name, 20), "weight": 2.0} for name in "ab"]
+    rows = prepared(recipe_of(model, {"train": sources, "eval_rows": 7}))
+    assert rows.eval is not None and len(rows.eval) == 7 and len(rows.train) == 2 * 33
+    pairs = [set(zip(part["source"], part["row"], strict=True)) for part in (rows.train, rows.eval)]
+    assert len(pairs[0]) == 33 and not pairs[0] & pairs[1]
+    assert rows.labels["eval"] == ["a", "b"]
+
+
+def test_sources_of_different_formats_and_columns_make_one_set(model: Path, tmp_path: Path) -> None:
+    sources = [
+        {"path": chats(tmp_path / "pairs.jsonl", ["yes", "no"])},
+        {
+            "path": write(tmp_path / "alpaca.jsonl", [{"instruction": "p", "input": "", "output": "yes", "id": "x"}]),
+        },
+        {"path": write(tmp_path / "qa.jsonl", [{"q": "p", "a": "no"}]), "columns": {"prompt": "q", "completion": "a"}},
+    ]
+    rows = prepared(recipe_of(model, {"train": sources}, task="sft"))
+    ids = list(rows.train["input_ids"])
+    assert ids[2] == ids[0] and ids[3] == ids[1] and len(ids) == 4
+    assert [line.split(", ")[0] for line in rows.told] == [
+        "data.train pairs: prompt and completion",
+        "data.train alpaca: Alpaca instructions",
+        "data.train qa: prompt and completion",
+    ]
+
+
+def test_rows_that_cannot_be_used_are_counted_up_to_the_bound_and_named(model: Path, tmp_path: Path) -> None:
+    path = chats(tmp_path / "c.jsonl", ["a", " ", "b", None, *"cdefgh"])
+    data = {"train": path, "max_bad_rows": 2}
+    rows = prepared(recipe_of(model, data, task="sft"))
+    assert list(rows.train["row"]) == [0, 2, 4, 5, 6, 7, 8, 9]
+    told = "data.train c: 2 of 10 rows cannot be used and were left out: 2, 4; has an empty completion"
+    assert rows.told[1] == told and prepared(recipe_of(model, data, task="sft")).told[1] == told
+    counts = json.loads((rows.folder / "meta.json").read_text())["counts"]
+    assert [number for number, _ in counts[0]["bad"]] == [1, 3]
+    with pytest.raises(InputError, match=r"row 2 of .*c\.jsonl: has an empty completion \(with it more than"):
+        prepared(recipe_of(model, data | {"max_bad_rows": 1}, task="sft"))
+    with pytest.raises(InputError, match=r"row 2 of .*c\.jsonl: has an empty completion\n"):
+        prepared(recipe_of(model, {"train": path}, task="sft"))
+
+
+def test_the_bound_holds_for_all_sources_together(model: Path, tmp_path: Path) -> None:
+    sources = [chats(tmp_path / f"{name}.jsonl", ["a", " ", "b"]) for name in "cd"]
+    assert len(prepared(recipe_of(model, {"train": sources, "max_bad_rows": 2}, task="sft")).train) == 4
+    with pytest.raises(InputError, match="row 2 of .*d.jsonl"):
+        prepared(recipe_of(model, {"train": sources, "max_bad_rows": 1}, task="sft"))
+
+
+def long_prompts(path: Path, long: int) -> str:
+    rows = [{"prompt": "p" * (200 if n < long else 1), "completion": "c"} for n in range(200)]
+    return write(path, rows)
+
+
+def test_rows_with_nothing_to_train_on_are_counted_and_more_than_a_hundredth_is_an_error(
+    model: Path, tmp_path: Path
+) -> None:
+    rows = prepared(recipe_of(model, {"train": long_prompts(tmp_path / "two.jsonl", 2)}, task="sft"))
+    assert len(rows.train) == 198
+    assert rows.told[1:] == [
+        "data.train two: 2 of 200 rows were longer than 64 tokens and were cut",
+        "data.train two: 2 of 200 rows hold nothing to train on and were left out",
+    ]
+    with pytest.raises(InputError, match="3 of 200 rows of .*three.jsonl hold nothing to train on, 3 of them because"):
+        prepared(recipe_of(model, {"train": long_prompts(tmp_path / "three.jsonl", 3)}, task="sft"))
+    split = prepared(recipe_of(model, {"train": str(tmp_path / "three.jsonl"), "truncation": "split"}, task="sft"))
+    assert len(split.train) == 200 and min(split.train["items"]) > 0  # pieces without an answer are left out
+
+
+class Slow:
+    """A task that is told what to do by its rows."""
+
+    def encode(self, row: dict[str, Any], facts: dict[str, Any]) -> list[dict[str, Any]]:
+        if row["text"] == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if row["text"] == "fail":
+            raise KeyError("a mistake of the task's own")
+        return [{"input_ids": [len(row["text"])], "items": 1, "note": None if len(row["text"]) < 1000 else "long"}]
+
+
+def raw(rows: list[str]) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": rows})
+
+
+def encode(rows: list[str], folder: Path, processes: int) -> Any:
+    indices = np.arange(len(rows))
+    task: Any = Slow()
+    return encode_source(task, raw(rows), indices, {}, folder, title="t", most_bad=0, processes=processes)
+
+
+def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
+    rows = ["x" * (number % 2000) for number in range(PARALLEL_FROM + 1)]
+    counts = [encode(rows, tmp_path / str(processes), processes) for processes in (1, 3)]
+    assert counts[0] == counts[1] and counts[0].documents == len(rows)
+    files = [encoded_files(tmp_path / folder) for folder in ("1", "3")]
+    assert len(files[0]) == 5
+    for one, other in zip(*files, strict=True):
+        assert one.name == other.name and one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize(("word", "told"), [("die", "a process that prepares rows died"), ("fail", "a mistake of")])
+def test_a_process_that_dies_or_fails_ends_the_preparation(tmp_path: Path, word: str, told: str) -> None:
+    with pytest.raises(RuntimeError, match=told):
+        encode(["x"] * PARALLEL_FROM + [word], tmp_path / "out", 2)
+    assert multiprocessing.active_children() == []
+
+
+def test_the_loss_of_each_source_is_that_of_its_own_rows() -> None:
+    rows = {"loss": np.array([1.0, 2.0, 6.0]), "items": np.array([1.0, 1.0, 3.0])}
+    sources = np.array([0, 1, 0])
+    assert source_losses(rows, sources, ["a", "b"]) == {"a/loss": 7 / 4, "b/loss": 2.0}
+    assert source_losses(rows, np.zeros(3, dtype=int), ["a"]) == {}
+    assert source_losses(rows, np.zeros(3, dtype=int), ["a", "b"]) == {"a/loss": 9 / 5}  # a dry run
+
+
+def test_an_evaluation_of_two_sources_tells_the_loss_of_each(model: Path, tmp_path: Path) -> None:
+    from ftcli.loop import evaluate
+    from ftcli.run import prepare
+
+    paths = {name: texts(tmp_path / f"{name}.jsonl", name, 5) for name in "ab"}
+    both = evaluate(prepare(recipe_of(model, {"train": paths["a"], "eval": list(paths.values())}), cpu=True))
+    assert set(both) == {"loss", "perplexity", "a/loss", "b/loss"}
+    alone = {
+        name: evaluate(prepare(recipe_of(model, {"train": paths["a"], "eval": path}), cpu=True))["loss"]
+        for name, path in paths.items()
+    }
+    assert {name: both[f"{name}/loss"] for name in paths} == pytest.approx(alone, rel=1e-6)
+    assert both["loss"] == pytest.approx(sum(alone.values()) / 2, rel=1e-6)  # as many tokens in each
+
+
+def test_check_tells_the_format_of_every_source_from_its_first_row(model: Path, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"messages": [], "score": 1}])
+    (tmp_path / "b.json").write_text('[{"instruction": "x", "output": "y"}]')
+    (tmp_path / "c.csv").write_text("question,completion\nx,y\n")
+    data = {
+        "train": [str(tmp_path / "a.jsonl"), {"path": str(tmp_path / "c.csv"), "columns": {"prompt": "question"}}],
+        "eval": str(tmp_path / "b.json"),
+    }
+    facts = format_facts(recipe_of(model, data, task="sft"))
+    assert facts == {
+        "data.train a": f"{tmp_path / 'a.jsonl'}: messages (not used: score)",
+        "data.train c": f"{tmp_path / 'c.csv'}: prompt and completion",
+        "data.eval": f"{tmp_path / 'b.json'}: Alpaca instructions",
+    }
+    hub = format_facts(recipe_of(model, {"train": "org/rows"}))
+    assert hub == {"data.train": "org/rows: format not looked at before rows are prepared"}
+    with pytest.raises(InputError, match="holds messages, which this task does not train on"):
+        format_facts(recipe_of(model, {"train": str(tmp_path / "a.jsonl")}))
+
+
+@pytest.mark.parametrize(
+    ("task", "policy", "words"),
+    [("text_classification", "split", "a piece of a text has no label"), ("image_classification", "drop", "for texts")],
+)
+def test_a_truncation_that_a_task_cannot_do_is_refused(model: Path, task: str, policy: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        build_task(recipe_of(model, {"train": "rows.jsonl", "truncation": policy}, task=task))

@@ -145,18 +145,21 @@ class _Finder:
     def answer_ends(self, wanted: Sequence[int]) -> dict[int, int]:
         """Return, for every wanted message, where its last written character ends in the text."""
         marks = dict(zip(wanted, _unused(self.text), strict=False))
+        owners = {mark: index for index, mark in marks.items()}
         for self.trim in TRIMS:
             marked = self.template.render(self._with_marks(marks), self.tools)
-            if marked.translate({ord(mark): None for mark in marks.values()}) == self.text:
+            pieces = re.split(f"([{''.join(owners)}])", marked)
+            if "".join(pieces[::2]) == self.text:
                 break
         else:
             raise RowError(
                 f"message {wanted[0] + 1}: the chat template renders answers differently by what they end with, so "
                 "the end of its answers cannot be found"
             )
-        owners, found = {mark: index for index, mark in marks.items()}, {}
-        for seen, match in enumerate(_any_of(owners).finditer(marked)):
-            found[owners[match[0]]] = match.start() - seen
+        found, end = {}, 0
+        for piece, mark in zip(pieces[::2], pieces[1::2], strict=False):
+            end += len(piece)
+            found[owners[mark]] = end  # of several marks in one message the last counts
         for index in wanted:
             if index not in found:
                 raise RowError(f"message {index + 1}: the chat template does not show what the assistant wrote")

@@ -58,14 +58,15 @@ class Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _refusals():
-            texts, spans = render_jinja_template(
+            found: Any = render_jinja_template(
                 [messages],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(None, tools),
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
-        return texts[0], [(start, end) for start, end in spans[0]]
+        (text,), (spans,) = found
+        return text, [(start, end) for start, end in spans]
 
     def _usual_ending(self) -> str | None:
         """Return what follows a plain answer up to its end-of-turn token; None when the template tells only per row."""

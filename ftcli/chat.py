@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -205,16 +206,15 @@ def _mask(text: str, offsets: list[tuple[int, int]], plan: tuple[bool, list[Span
     """Return, for each token, whether it is trained; `offsets` are its characters [start, end) in the text."""
     outside, spans = plan
     mask = [outside] * len(offsets)
-    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     for start, end in spans:
-        first, last = bisect_right(ends, start), bisect_left(starts, end)
+        first, last = bisect_right(offsets, start, key=itemgetter(1)), bisect_left(offsets, end, key=itemgetter(0))
         # White space may be cut from a token's offsets; it is what lies behind the token before.
-        begin = min(starts[first], ends[first - 1] if first else 0)
+        begin = min(offsets[first][0], offsets[first - 1][1] if first else 0)
         if begin < start:
-            shared = text[start : ends[first]]
-            if shared.strip():
+            stop = offsets[first][1]
+            if text[start:stop].strip():
                 raise RowError(
-                    f"the token {text[begin : ends[first]]!r} holds the end of a prompt and the start of an answer, so "
+                    f"the token {text[begin:stop]!r} holds the end of a prompt and the start of an answer, so "
                     "neither can be trained alone; let the template end in a special token or a line break"
                 )
             first += 1

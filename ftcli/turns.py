@@ -58,14 +58,15 @@ class Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _refusals():
-            texts, spans = render_jinja_template(
+            found: Any = render_jinja_template(
                 [messages],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(None, tools),
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
-        return texts[0], [(start, end) for start, end in spans[0]]
+        (text,), (spans,) = found
+        return text, [(start, end) for start, end in spans]
 
     def _usual_ending(self) -> str | None:
         """Return what follows a plain answer up to its end-of-turn token; None when the template tells only per row."""
@@ -145,18 +146,21 @@ class _Finder:
     def answer_ends(self, wanted: Sequence[int]) -> dict[int, int]:
         """Return, for every wanted message, where its last written character ends in the text."""
         marks = dict(zip(wanted, _unused(self.text), strict=False))
+        owners = {mark: index for index, mark in marks.items()}
         for self.trim in TRIMS:
             marked = self.template.render(self._with_marks(marks), self.tools)
-            if marked.translate({ord(mark): None for mark in marks.values()}) == self.text:
+            pieces = re.split(f"([{''.join(owners)}])", marked)
+            if "".join(pieces[::2]) == self.text:
                 break
         else:
             raise RowError(
                 f"message {wanted[0] + 1}: the chat template renders answers differently by what they end with, so "
                 "the end of its answers cannot be found"
             )
-        owners, found = {mark: index for index, mark in marks.items()}, {}
-        for seen, match in enumerate(_any_of(owners).finditer(marked)):
-            found[owners[match[0]]] = match.start() - seen
+        found, end = {}, 0
+        for piece, mark in zip(pieces[::2], pieces[1::2], strict=False):
+            end += len(piece)
+            found[owners[mark]] = end  # of several marks in one message the last counts
         for index in wanted:
             if index not in found:
                 raise RowError(f"message {index + 1}: the chat template does not show what the assistant wrote")

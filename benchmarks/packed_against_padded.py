@@ -4,7 +4,8 @@
 
 A step takes some documents drawn by chance, once packed into rows and once as padded micro-batches in the recipe's
 own micro size, so both curves are trained on the same tokens. (The documents of ready-made bins would not do: best
-fit puts many of one length together, and padded batches of those have next to no padding.) Losses of single documents are compared before training.
+fit puts many of one length together, and padded batches of those have next to no padding.) Losses of single
+documents are compared before training.
 Steps of both kinds take turns, each on its own copy of the model, and the first of each is left out of the speed.
 """
 

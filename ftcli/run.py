@@ -234,7 +234,8 @@ def _describe(recipe: Recipe, plan: Plan, rows: PreparedRows) -> str:
     packed = "" if rows.bins is None else f" of {len(rows.train)} documents"
     return (
         f"{recipe.task} of {recipe.model.name}: {plan.rows} rows{packed}, {evaluated} for evaluation, "
-        f"{plan.steps} steps of {plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches x {plan.processes} processes"
+        f"{plan.steps} steps of {plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches "
+        f"x {plan.processes} processes"
     )
 
 

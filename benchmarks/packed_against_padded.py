@@ -1,9 +1,11 @@
 """The same documents packed and padded: the same loss for each document, the same curve, and what packing saves.
 
-    ftcli fetch quickstart && python benchmarks/packed_against_padded.py [RECIPE] [--bins 2] [--steps 4]
+    ftcli fetch quickstart && python benchmarks/packed_against_padded.py [RECIPE] [--documents 24] [--steps 3]
 
-A step takes the documents of some bins, once as packed rows and once as padded micro-batches in the recipe's own
-micro size, so both curves are trained on the same tokens. Losses of single documents are compared before training.
+A step takes some documents drawn by chance, once packed into rows and once as padded micro-batches in the recipe's
+own micro size, so both curves are trained on the same tokens. (The documents of ready-made bins would not do: best
+fit puts many of one length together, and padded batches of those have next to no padding.) Losses of single
+documents are compared before training.
 Steps of both kinds take turns, each on its own copy of the model, and the first of each is left out of the speed.
 """
 
@@ -18,6 +20,7 @@ import torch
 
 from ftcli.cache import prepare_rows
 from ftcli.loaders import Rows
+from ftcli.packing import lengths_of, pack
 from ftcli.recipe_file import load_recipe
 from ftcli.run import _build_model
 from ftcli.tasks import build_task
@@ -31,35 +34,36 @@ class Side:
         loaded = load_recipe(recipe, given)
         self.task: Any = build_task(loaded)
         self.prepared = prepare_rows(loaded, self.task)
+        self.capacity = loaded.data.max_length
         self.rows = Rows(self.prepared.train, self.task, training=True)
         self.model: Any = _build_model(loaded, self.task, self.prepared, None)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
-    def batches(self, bins: list[list[int]]) -> list[Any]:
-        """Return the micro-batches of some bins' documents: one for each bin, or padded ones of `micro` documents."""
-        groups = bins
-        if self.micro:  # in the order of the rows, which says nothing of lengths
-            all_of_them = sorted(number for held in bins for number in held)
-            groups = [all_of_them[start : start + self.micro] for start in range(0, len(all_of_them), self.micro)]
+    def batches(self, documents: list[int]) -> list[Any]:
+        """Return (documents, batch) of each micro-batch: one packed row, or `micro` padded rows."""
+        groups = [documents[start : start + (self.micro or 1)] for start in range(0, len(documents), self.micro or 1)]
+        if not self.micro:
+            bins = pack(lengths_of(self.prepared.train)[documents], self.capacity)
+            groups = [[documents[number] for number in bins[index]] for index in range(len(bins))]
         return [(group, self.task.collate([self.rows[0, number][0] for number in group])) for group in groups]
 
-    def nll(self, bins: list[list[int]]) -> dict[int, float]:
+    def nll(self, documents: list[int]) -> dict[int, float]:
         """Return document -> the summed loss of its trained tokens."""
         found: dict[int, float] = {}
         with torch.no_grad():
-            for group, batch in self.batches(bins):
+            for group, batch in self.batches(documents):
                 parts = self.model(**batch)["nll"].double().numpy()
                 ends = np.cumsum([self.prepared.train[number]["items"] for number in group])
                 sums = [part.sum() for part in np.split(parts, ends[:-1])]
                 found |= dict(zip(group, sums, strict=True))
         return found
 
-    def step(self, bins: list[list[int]]) -> None:
+    def step(self, documents: list[int]) -> None:
         """Take one optimizer step and note its time and its loss per trained token."""
         started = time.perf_counter()
-        batches = [batch for _, batch in self.batches(bins)]
+        batches = [batch for _, batch in self.batches(documents)]
         items, total = sum(self.task.count(batch) for batch in batches), 0.0
         for batch in batches:
             loss = self.task.loss(self.model, batch) / items
@@ -76,19 +80,17 @@ def main() -> None:
     """Compare and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("recipe", nargs="?", default="quickstart")
-    parser.add_argument("--bins", type=int, default=2, help="packed rows of one step")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--documents", type=int, default=24, help="of one step")
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--capacity", type=int, default=512, help="tokens of a packed row")
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
     length = [f"data.max_length={arguments.capacity}", *arguments.set]
     packed = Side("packed", arguments.recipe, [*length, "data.packing=true"], micro=0)
     padded = Side("padded", arguments.recipe, length, micro=load_recipe(arguments.recipe, length).batch.micro_size)
-    bins = packed.prepared.bins
-    assert bins is not None
-    held = np.random.default_rng(0).permutation(len(bins))[: arguments.steps * arguments.bins].tolist()
-    steps = [[bins[index] for index in held[first :: arguments.steps]] for first in range(arguments.steps)]
-    tokens = [sum(len(packed.rows[0, number][0]["input_ids"]) for held in step for number in held) for step in steps]
+    drawn = np.random.default_rng(0).permutation(len(packed.prepared.train))[: arguments.steps * arguments.documents]
+    steps = [part.tolist() for part in np.split(drawn, arguments.steps)]
+    tokens = [int(lengths_of(packed.prepared.train)[step].sum()) for step in steps]
     slots = [sum(batch["input_ids"].numel() for _, batch in padded.batches(step)) for step in steps]
     ours, theirs = packed.nll(steps[0]), padded.nll(steps[0])
     worst = max(abs(ours[number] / theirs[number] - 1) for number in theirs if theirs[number])

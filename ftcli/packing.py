@@ -84,7 +84,7 @@ def lengths_of(rows: Dataset) -> NDArray[np.int64]:
     """Return the number of tokens of every prepared row, read from the offsets of its column: no token is read."""
     import pyarrow.compute as pc
 
-    column = rows.flatten_indices().data.column("input_ids")
+    column = rows.select_columns("input_ids").with_format("arrow")[:]["input_ids"]
     return np.asarray(pc.list_value_length(column).to_numpy(), dtype=np.int64)
 
 

@@ -255,9 +255,11 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
 
 def _describe(recipe: Recipe, plan: Plan, rows: PreparedRows) -> str:
     evaluated = "none" if rows.eval is None else str(len(rows.eval))
+    packed = "" if rows.bins is None else f" of {len(rows.train)} documents"
     return (
-        f"{recipe.task} of {recipe.model.name}: {plan.rows} rows, {evaluated} for evaluation, {plan.steps} steps of "
-        f"{plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches x {plan.processes} processes"
+        f"{recipe.task} of {recipe.model.name}: {plan.rows} rows{packed}, {evaluated} for evaluation, "
+        f"{plan.steps} steps of {plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches "
+        f"x {plan.processes} processes"
     )
 
 

@@ -18,6 +18,8 @@ HEAVY = {"torch", "transformers", "datasets", "accelerate", "peft", "deepspeed"}
 LIGHT_MODULES = [
     "__main__",
     "cli",
+    "attention",
+    "packing",
     "recipe",
     "documents",
     "profiles",

@@ -66,11 +66,15 @@ def test_micro_size_and_recomputation_leave_the_packed_curve(single: dict[str, A
 
 def test_a_packed_epoch_delivers_every_document_once(inputs: Path, single: dict[str, Any]) -> None:
     from ftcli.cache import known_rows
+    from ftcli.planning import _size_facts
 
     counts = known_rows(recipe(inputs, "packed, micro 1"))
     assert counts is not None
     steps = -(-counts["train"] // 4)
     assert counts["documents"] == 37 > counts["train"] > 1
+    facts = _size_facts(recipe(inputs, "packed, micro 1"), counts)[0]
+    assert f"37 documents in {counts['train']} rows" in facts["packing"]
+    assert f"at most {4 * 256}, {4 * counts['tokens'] / counts['train']:.0f} on average" == facts["tokens per step"]
     assert sum(step["rows"] for step in single["packed, micro 1"][:steps]) == counts["documents"]
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 import ftcli
 from ftcli.__main__ import main
 from ftcli.data_findings import judge
-from ftcli.data_survey import prepare_data, survey_data
+from ftcli.data_survey import prepare_data, survey, survey_data
 from ftcli.errors import InputError
 from ftcli.loaders import build_loaders
 from ftcli.planning import derive_plan
@@ -77,7 +79,7 @@ def test_a_conversation_is_shown_with_its_template_and_exactly_its_mask_in_brack
         "<|im_start|>assistant↵",
     ]
     assert lines[start + 5] == "⟦Hello<|im_end|>⟧↵"
-    assert lines[start].endswith("step 1, 38 tokens, 6 trained")
+    assert lines[start].endswith("step 1, 32 tokens, 6 trained")
 
 
 def test_rows_come_in_the_order_in_which_the_loader_hands_them_to_training(write: Write) -> None:
@@ -172,13 +174,23 @@ def test_rows_that_are_mostly_cut_are_told(write: Write) -> None:
     assert ("warning", "4 of 4 rows (100.0 %) do not fit data.max_length 64") in found
 
 
-def test_answers_that_never_end_are_an_error(write: Write, model: Path) -> None:
+def test_answers_that_do_not_end_and_rows_that_begin_twice_are_told(write: Write) -> None:
     prepared = prepare_data(write(different(3)))
-    statistics = {"train": {"rows": 3, "trained_tokens": 3, "tokens": 9, "lengths": {"max": 3}}}
-    assert judge(prepared, {"train": measured(prepared)}, statistics) == []
-    prepared.task.tokenizer.eos_token = "a"  # type: ignore[attr-defined]  # no answer ends with it
-    (warning,) = judge(prepared, {"train": measured(prepared)}, statistics)
-    assert warning.level == "error" or "not the tokenizer's end token" in warning.what
+    found = measured(prepared)
+    none, every = np.zeros(3, bool), np.ones(3, bool)
+
+    def told(**changed: Any) -> list[tuple[str, str]]:
+        findings = judge(prepared, {"train": replace(found, **changed)}, survey(prepared).statistics)
+        return [(finding.level, finding.what) for finding in findings]
+
+    assert told() == []
+    assert told(has_end=none, has_other_end=none) == [
+        ("error", "no answer ends with the end token <|im_end|>: the model would not learn to stop")
+    ]
+    assert told(has_end=none, has_other_end=every)[0][0] == "warning"
+    assert told(has_two_bos=every) == [("error", "3 of 3 rows (100.0 %) begin with two BOS tokens")]
+    assert told(trained=np.zeros(3, int))[0] == ("error", "3 of 3 rows (100.0 %) have no trained token (rows 1, 2, 3)")
+    assert told(content=np.zeros(3, int))[0] == ("warning", "3 of 3 rows (100.0 %) have an empty answer (rows 1, 2, 3)")
 
 
 def measured(prepared: Any) -> Any:

@@ -205,7 +205,7 @@ def source_names(prepared: Prepared, split: str) -> list[str]:
     if found := getattr(prepared.rows, "labels", {}).get(split):
         return list(found)
     data = prepared.recipe.data
-    sources = data.train if split == "train" or data.eval is None else data.eval
+    sources: Any = data.train if split == "train" or data.eval is None else data.eval
     return [source.path for source in (sources if isinstance(sources, list) else [sources])]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +140,8 @@ def test_a_row_that_is_not_there_is_an_error_with_the_numbers_there_are(write: W
 def test_the_page_is_one_file_and_holds_no_markup_of_the_data(write: Write) -> None:
     found = preview_data(write([turn(HOSTILE, HOSTILE), turn("a", "b")]), row=1)
     page = found.as_page()
-    assert "<script" not in page and "&lt;script&gt;" in page and "http" not in page and "\x1b" not in page
+    assert "<script" not in page and "http" not in page and "\x1b" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in re.sub("<[^>]+>", "", page)
     assert "<svg" in page and 'title="' in page and ", trained" in page and "prefers-color-scheme: dark" in page
     assert found._repr_html_() in page
 

@@ -206,7 +206,7 @@ def test_check_prepares_rows_only_when_asked_and_fails_for_errors_alone(
 ) -> None:
     wrong = str(write([turn("a", "b")] * 4))
     assert code(["check", wrong]) == 0
-    assert "training rows    not known" in capsys.readouterr().out
+    assert "not known until" in capsys.readouterr().out
     assert code(["check", wrong, "--data"]) == 2
     assert "error: all 4 training rows are the same" in capsys.readouterr().out
     assert code(["check", wrong, "--data", "--json"]) == 2

@@ -28,6 +28,7 @@ MOSTLY_OVERLAP = 0.5
 MOSTLY_CUT = 0.5
 UNTRAINED = 0.01  # of the rows teach nothing
 RARE_CHARACTERS = 1 / 3  # of the usual characters in a token
+CONTRADICTIONS = 0.01  # of the rows have another answer than an equal row
 ONE_SIDED = 0.95  # of the answers are the same
 
 
@@ -92,6 +93,12 @@ def _answers(values: dict[str, Any]) -> Iterator[Finding]:
     """Judge how often each answer occurs, where the task can tell."""
     counts: dict[str, int] = values.get("answers", {})
     whole = sum(counts.values())
+    if (number := values.get("contradictions", 0)) > CONTRADICTIONS * whole:
+        yield Finding(
+            "warning",
+            f"{share(number, values['rows'])} hold what another row holds, and have another answer",
+            "whatever the model says there, one of the two is wrong: settle which",
+        )
     if missing := [name for name, number in counts.items() if number == 0]:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         yield Finding("warning", f"no training row has the answer {some}", "take it out of the labels, or add rows")

@@ -113,7 +113,7 @@ def survey(prepared: Prepared) -> Survey:
 
 
 def _of_split(prepared: Prepared, name: str, rows: Any, found: Measures) -> dict[str, Any]:
-    from .row_statistics import count_duplicates, histogram, percentiles
+    from .row_statistics import count_contradictions, count_duplicates, histogram, percentiles
 
     limit = prepared.recipe.data.max_length
     values: dict[str, Any] = {"rows": len(found), **_tokens(rows, found), "sources": {}}
@@ -122,6 +122,8 @@ def _of_split(prepared: Prepared, name: str, rows: Any, found: Measures) -> dict
         values["sources"][label] = {"rows": int(of_it.sum()), **_tokens(rows, found, of_it)}
     repeated, _ = count_duplicates(found)
     values["duplicates"] = repeated
+    if hasattr(prepared.task, "answer_columns"):
+        values["contradictions"] = count_contradictions(found)
     if "input_ids" in rows.column_names:
         values |= {"lengths": percentiles(found.length), "histogram": histogram(found.length)}
         values["at_max_length"] = int((found.length >= limit).sum())
@@ -203,7 +205,7 @@ def source_names(prepared: Prepared, split: str) -> list[str]:
     if found := getattr(prepared.rows, "labels", {}).get(split):
         return list(found)
     data = prepared.recipe.data
-    sources = data.train if split == "train" or data.eval is None else data.eval
+    sources: Any = data.train if split == "train" or data.eval is None else data.eval
     return [source.path for source in (sources if isinstance(sources, list) else [sources])]
 
 

@@ -192,12 +192,15 @@ def split_facts(values: dict[str, Any]) -> list[tuple[str, str]]:
         facts += [(f"of {label}", _source(of)) for label, of in values["sources"].items()]
     if "lengths" in values:
         facts.append(("lengths", ", ".join(f"{name} {value:,}" for name, value in values["lengths"].items())))
-        facts.append(("at data.max_length", f"{count_rows(values['at_max_length'])}, cut or just fitting"))
+        facts.append(("at data.max_length", _if_any(values["at_max_length"], "cut or just fitting")))
     facts += [(COUNTED[name], f"{count_rows(count)} of the source") for name, count in values.get("counts", {}).items()]
-    facts.append(("exact duplicates", f"{count_rows(values['duplicates'])}, counted without the first of each"))
+    facts.append(("exact duplicates", _if_any(values["duplicates"], "repeating an earlier one")))
+    if "contradictions" in values:
+        facts.append(("contradictions", _if_any(values["contradictions"], "like another, with another answer")))
     if "overlap" in values:
-        facts.append(("also trained on", count_rows(values["overlap"]["exact"])))
-        facts.append(("same prompt", f"{count_rows(values['overlap']['same_prompt'])}, trained on with another answer"))
+        facts.append(("also trained on", _if_any(values["overlap"]["exact"], "equal to a training row")))
+        told = "with a training row's prompt and another answer"
+        facts.append(("same prompt", _if_any(values["overlap"]["same_prompt"], told)))
     if "epoch" in values:
         facts += _epoch_facts(values["epoch"])
     return facts
@@ -206,6 +209,10 @@ def split_facts(values: dict[str, Any]) -> list[tuple[str, str]]:
 def count_rows(count: int) -> str:
     """Return "1 row", "2 rows"."""
     return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def _if_any(count: int, told: str) -> str:
+    return f"{count_rows(count)}, {told}" if count else "none"
 
 
 def _epoch_facts(epoch: dict[str, Any]) -> list[tuple[str, str]]:

@@ -143,14 +143,15 @@ def _measure_tokens(table: pa.Table, vocabulary: Vocabulary | None) -> dict[str,
     if trained.any():
         last = np.maximum(np.searchsorted(np.flatnonzero(trained), ends) - 1, 0)
         is_last[np.flatnonzero(trained)[last]] = True
-    begins = (places == 0) & (ids == vocabulary.bos)
+    is_bos = ids == vocabulary.bos
+    doubled = np.append(is_bos[1:] & is_bos[:-1] & (places[:-1] == 0) & (places[1:] == 1), False)
     return found | {
         "content": _sums(trained & ~special, starts, ends),
         "characters": _sums(np.take(vocabulary.characters, ids, mode="clip"), starts, ends),
         "plain": _sums(~special, starts, ends),
         "has_end": _sums(trained & np.isin(ids, vocabulary.ends), starts, ends) > 0,
         "has_other_end": _sums(is_last & trained & special, starts, ends) > 0,
-        "has_two_bos": _sums(begins[:-1] & (ids[1:] == vocabulary.bos), starts, ends, short=True) > 0,
+        "has_two_bos": _sums(doubled, starts, ends) > 0,
     }
 
 
@@ -163,12 +164,10 @@ def _flat(table: pa.Table, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
     return pc.list_flatten(column).to_numpy(zero_copy_only=False), lengths
 
 
-def _sums(
-    values: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64], *, short: bool = False
-) -> NDArray[np.int64]:
-    """Return the sum of each row's values; `short`: the last of all rows has one value less."""
+def _sums(values: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sum of each row's values."""
     upto = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
-    return upto[np.minimum(ends, len(values)) if short else ends] - upto[np.minimum(starts, len(values))]
+    return upto[ends] - upto[starts]
 
 
 def _hash_values(table: pa.Table) -> NDArray[np.uint64]:
@@ -187,6 +186,11 @@ def count_duplicates(measures: Measures) -> tuple[int, NDArray[np.int64]]:
     repeated = len(first) - len(counts)
     copies = first[where == np.argmax(counts)] if repeated else first[:0]
     return repeated, np.sort(copies)
+
+
+def count_contradictions(measures: Measures) -> int:
+    """Return rows that hold what an earlier one holds, with another answer."""
+    return len(np.unique(measures.whole)) - len(np.unique(measures.prompt))
 
 
 def count_overlap(train: Measures, evaluation: Measures) -> tuple[int, int]:
@@ -210,7 +214,7 @@ def histogram(lengths: NDArray[np.int64], bars: int = 12) -> list[tuple[int, int
     """
     low, high = int(lengths.min()), int(lengths.max())
     if high > 10 * np.median(lengths):
-        edges = [0] + [2**k + 1 for k in range(high.bit_length() + 1) if 2 ** (k + 1) >= low]
+        edges = [0] + [2**k + 1 for k in range((high - 1).bit_length() + 1) if 2 ** (k + 1) >= low]
     else:
         widths = (unit * 10**k for k in range(18) for unit in (1, 2, 5))
         width = next(width for width in widths if high // width - low // width < bars)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BROKEN = "\ufffd"  # what decoders write for bytes that are no character (yet)
-MOST_TOKENS_OF_A_CHARACTER = 8  # four bytes make a character; more room, since a text may hold BROKEN itself
+MORE = 3  # tokens that can complete a character of four bytes
 JOINERS = "\u200c\u200d"  # without width, and part of how Persian words and composed emoji are written
 
 
@@ -54,30 +54,40 @@ def decode_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool] | N
     spans: list[Span] = []
     context = start = 0  # ids[context:start] is the span before, ids[start:end] the one being gathered
     for end in range(1, len(ids) + 1):
-        is_special = ids[start] in special
-        text = (
-            _token(tokenizer, ids[start]) if is_special else _text_after(tokenizer, ids[context:start], ids[start:end])
-        )
-        is_whole = is_special or not text.endswith(BROKEN) or end - start >= MOST_TOKENS_OF_A_CHARACTER
-        if is_whole or end == len(ids) or ids[end] in special or trained[end] != trained[start]:
-            spans.append(Span(text, trained[start], is_special, tuple(ids[start:end])))
-            context, start = start, end
+        if ids[start] in special:
+            spans.append(Span(str(tokenizer.convert_ids_to_tokens(ids[start])), trained[start], True, (ids[start],)))
+        else:
+            is_last = end == len(ids) or ids[end] in special or trained[end] != trained[start]
+            text = _text_after(tokenizer, ids[context:start], ids[start:end])
+            if not is_last and text.endswith(BROKEN) and _goes_on(tokenizer, ids[start : end + MORE], end - start):
+                continue
+            spans.append(Span(text, trained[start], False, tuple(ids[start:end])))
+        context = end if spans[-1].text.endswith(BROKEN) else start
+        start = end
     return spans
 
 
-def _token(tokenizer: Any, id_: int) -> str:
-    return str(tokenizer.convert_ids_to_tokens(id_))
+def _goes_on(tokenizer: Any, ids: list[int], count: int) -> bool:
+    """Say whether what the first `count` tokens end with becomes a character with those that follow.
+
+    Text that holds U+FFFD itself grows with every token; half a character is replaced, whether the decoder writes
+    one U+FFFD for it or one for each byte.
+    """
+    texts = [_decode(tokenizer, ids[:end]) for end in range(count, len(ids) + 1)]
+    sizes = [len(text) for text in texts]
+    grows = len(sizes) > 1 and sizes[1] > sizes[0] and sizes == sorted(sizes)
+    return not (grows and all(text.startswith(texts[0]) for text in texts))
 
 
 def _text_after(tokenizer: Any, before: list[int], ids: list[int]) -> str:
     """Return what `ids` add to the text of the tokens before them."""
+    known, whole = _decode(tokenizer, before) if before else "", _decode(tokenizer, before + ids)
+    return whole[len(known) :] if whole.startswith(known) else _decode(tokenizer, ids)
 
-    def decode(some: list[int]) -> str:
-        text: str = tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
-    known, whole = decode(before) if before else "", decode(before + ids)
-    return whole[len(known) :] if whole.startswith(known) else decode(ids)
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:

@@ -24,6 +24,8 @@ LIGHT_MODULES = [
     "documents",
     "profiles",
     "planning",
+    "preview",
+    "preview_page",
     "parity",
     "comparison",
     "curves",

@@ -17,6 +17,7 @@ COMMANDS = [
     "init",
     "train",
     "check",
+    "preview",
     "parity",
     "fetch",
     "tokenize",

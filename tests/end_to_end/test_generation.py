@@ -73,7 +73,7 @@ def test_a_run_leaves_its_answers_and_the_same_come_from_its_weights_and_checkpo
     evaluations = [row for row in rows((inputs / "run" / "metrics.jsonl").read_text()) if "loss" not in row]
     assert [set(row) for row in evaluations] == [{"step", "eval/answer_tokens", "eval/answers_ended"}] * 2
     assert evaluations[1]["eval/answer_tokens"] == sum(row["tokens"] for row in samples[4:]) / 4
-    (events,) = [path for path in (inputs / "run").rglob("events.out.tfevents.*")]
+    (events,) = list((inputs / "run").rglob("events.out.tfevents.*"))
     found = EventAccumulator(str(events))
     found.Reload()
     assert "samples/0/text_summary" in found.Tags()["tensors"]

@@ -101,7 +101,8 @@ def _from_row(line: str, where: str) -> Prompt:
         return _from_messages(row["messages"], where)
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if isinstance(prompt, list):
-        return _from_messages(prompt, where)
+        completion = row.get("completion")
+        return _from_messages(prompt + (completion if isinstance(completion, list) else []), where)
     if not isinstance(prompt, str):
         raise InputError("has neither `messages` nor `prompt`", where=where, hint='{"prompt": "..."}')
     completion = row.get("completion")

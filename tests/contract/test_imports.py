@@ -42,6 +42,9 @@ LIGHT_MODULES = [
     "faults",
     "saving",
     "new_recipe",
+    "prompts",
+    "generation",
+    "conversation",
     "recipe_file",
     "validation",
 ]

@@ -12,7 +12,7 @@ from ftcli.testing import run_on_cpu
 from .cells import cell, write_inputs
 
 PROMPTS = ["alpha beta", "gamma " * 9, [{"role": "system", "content": "be brief"}, {"role": "user", "content": "eps"}]]
-LEARNT = {"optimizer": {"learning_rate": 5e-2}, "train": {"max_steps": 6}}  # enough to leave one letter for another
+LEARNT = {"optimizer": {"learning_rate": 5e-2}, "train": {"max_steps": 4}}  # enough to leave one letter for another
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def curves(folder: Path, cases: list[tuple[str, int, float]], silent: bool) -> dict[str, Any]:
+def curves(folder: Path, cases: list[tuple[str, int, float]]) -> dict[str, Any]:
     """Train each case (cell, number of prompts, temperature) with prompts answered at every second step.
 
-    Returns the curve, the answers at each evaluation and the last answers of each, and with `silent` the curve of the
-    same run without prompts.
+    Returns the curve, the answers at each evaluation, and the curve of the same run without prompts.
     """
     from ftcli.evaluation import sample_prompts
     from ftcli.loop import steps
@@ -43,24 +42,23 @@ def curves(folder: Path, cases: list[tuple[str, int, float]], silent: bool) -> d
                 answers.append([(a.text, a.tokens, a.ended) for a in sample_prompts(run)])
         key = f"{name} {count} {temperature}"
         found[key] = {"curve": curve, "answers": answers}
-        if silent:
-            plain = prepare(cell(folder, name, **LEARNT), cpu=True)
-            found[key]["silent"] = [(step.loss, step.grad_norm) for step in steps(plain)]
+        plain = prepare(cell(folder, name, **LEARNT), cpu=True)
+        found[key]["silent"] = [(step.loss, step.grad_norm) for step in steps(plain)]
     return found
 
 
-CASES = [("sft-untied", 3, 0.0), ("sft-tied", 1, 0.9)]
-MORE = [("sft-lora", 3, 0.0), ("sft-untied", 3, 1.0), ("sft-tied", 3, 0.0)]
+CASES = [("sft-untied", 3, 0.0), ("sft-tied", 1, 0.9)]  # an odd number of prompts, and fewer than ranks
+MORE = [("sft-lora", 3, 0.0)]
 
 
 @pytest.fixture(scope="module")
 def alone(inputs: Path) -> dict[str, Any]:
-    return run_on_cpu(curves, inputs, CASES + MORE, True, processes=1, profile="single")[0]
+    return run_on_cpu(curves, inputs, CASES + MORE, processes=1, profile="single")[0]
 
 
 def test_answers_change_while_the_model_learns(alone: dict[str, Any]) -> None:
     answers = alone["sft-untied 3 0.0"]["answers"]
-    assert len(answers) == 3 and all(len(row) == 3 for row in answers)
+    assert len(answers) == 2 and all(len(row) == 3 for row in answers)
     assert answers[0] != answers[-1]
     assert len({text for row in answers for text, _, _ in row}) > 3
 
@@ -70,30 +68,22 @@ def test_one_process_gives_a_bit_equal_curve_with_and_without_prompts(alone: dic
         assert found["curve"] == found["silent"]
 
 
-def assert_equal(alone: dict[str, Any], found: list[dict[str, Any]], *, silent: bool) -> None:
+def assert_equal(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
     for rank in found:
         for name, got in rank.items():
             assert got["answers"] == alone[name]["answers"], name
+            assert got["curve"] == got["silent"], name
             for (a, _), (b, _) in zip(got["curve"], alone[name]["curve"], strict=True):
                 assert a == pytest.approx(b, rel=1e-5)
-            if silent:
-                assert got["curve"] == got["silent"], name
 
 
-@pytest.mark.parametrize("profile", ["fsdp", "zero3"])
-def test_two_processes_give_the_same_answers_and_a_bit_equal_curve(
-    profile: str, inputs: Path, alone: dict[str, Any]
-) -> None:
-    assert_equal(alone, run_on_cpu(curves, inputs, CASES, True, profile=profile), silent=True)
+def test_sharded_weights_give_the_same_answers_and_a_bit_equal_curve(inputs: Path, alone: dict[str, Any]) -> None:
+    assert_equal(alone, run_on_cpu(curves, inputs, CASES, profile="fsdp"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("profile", "processes"), [("ddp", 2), ("zero2", 2), ("fsdp", 4), ("zero3", 3), ("fsdp", 2), ("zero3", 2)]
-)
-def test_more_profiles_and_more_processes_than_prompts_give_the_same(
+@pytest.mark.parametrize(("profile", "processes"), [("ddp", 2), ("zero2", 2), ("zero3", 2), ("fsdp", 3)])
+def test_every_profile_gives_the_same_answers_and_a_bit_equal_curve(
     profile: str, processes: int, inputs: Path, alone: dict[str, Any]
 ) -> None:
-    assert_equal(
-        alone, run_on_cpu(curves, inputs, CASES + MORE, True, profile=profile, processes=processes), silent=True
-    )
+    assert_equal(alone, run_on_cpu(curves, inputs, CASES + MORE, profile=profile, processes=processes))

@@ -10,8 +10,9 @@ Shapes: B rows, H heads, T tokens, D documents, K features of a head.
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .errors import InputError
 
@@ -127,7 +128,9 @@ def confine_to_documents(model: nn.Module) -> None:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without one of our name models would get no mask at all
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        inner = inner.get_base_model()
     inner.set_attn_implementation(NAME)
     if inner.config._attn_implementation != NAME:  # transformers only warns
         told = f"data.packing: the attention of {type(inner).__name__} cannot be replaced"
@@ -157,7 +160,7 @@ def attend(
     block-diagonal mask would take the time and memory of the whole row's square. On a GPU the loop waits once a
     layer for the bounds.
     """
-    extras = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+    extras: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if not _holds_bounds(attention_mask):
         return _attend_whole(module, query, key, value, attention_mask, **extras, **rest)
     assert attention_mask is not None
@@ -166,8 +169,8 @@ def attend(
         return _attend_varlen(query, key, value, bounds, longest, scaling, sliding_window), None
     found = []
     for start, end in pairwise(attention_mask.flatten().tolist()):  # on CUDA: a device sync
-        own = (tensor[:, :, start:end] for tensor in (query, key, value))
-        found.append(_attend_whole(module, *own, _window(end - start, sliding_window, query), **extras, **rest)[0])
+        q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
+        found.append(_attend_whole(module, q, k, v, _window(end - start, sliding_window, q), **extras, **rest)[0])
     import torch
 
     return torch.cat(found, dim=1), None
@@ -247,6 +250,7 @@ def _half(query: Tensor) -> Any:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
 
 
+@cache
 def _varlen_keywords() -> set[str]:
     """Return what torch's kernel takes: windows and scaling came after its first version, grouped heads later."""
     import importlib.util
@@ -274,12 +278,13 @@ def _attend_varlen(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    groups, grouped = query.shape[1] // key.shape[1], {}
+    groups = query.shape[1] // key.shape[1]
+    grouped: dict[str, Any] = {}
     if groups > 1 and "enable_gqa" in _varlen_keywords():
         grouped = {"enable_gqa": True}
     elif groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    flat = [tensor[0].transpose(0, 1).to(_half(query)) for tensor in (query, key, value)]
+    q, k, v = (tensor[0].transpose(0, 1).to(_half(query)) for tensor in (query, key, value))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    out = varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, window_size=window, **grouped)
-    return out[None]
+    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **grouped)
+    return cast("Tensor", out[None])

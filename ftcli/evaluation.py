@@ -7,7 +7,7 @@ out over the ranks and brought together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from .recipe import Recipe
     from .run import Run
+    from .tasks.protocol import Writes
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ def sample_prompts(run: Run) -> list[Answer]:
     if section is None:
         return []
     choice = Choice(section.max_new_tokens, section.temperature, section.top_p, run.recipe.seed)
+    tokenizer = cast("Writes", run.task).tokenizer
     plain = run.hardware.unwrap(run.model)
-    names, ends = forward_names(plain), end_tokens(run.task.tokenizer, plain)
+    names, ends = forward_names(plain), end_tokens(tokenizer, plain)
     mine = list(range(ranks.rank, len(run.prompts), ranks.world))
     most = -(-len(run.prompts) // ranks.world)  # of any rank
     found: dict[int, list[int]] = {number: [] for number in mine}
@@ -123,7 +125,7 @@ def sample_prompts(run: Run) -> list[Answer]:
             [run.prompts[0].ids[:1] if number == NOBODY else run.prompts[number].ids for number in numbers],
             choice,
             ends=ends,
-            pad=run.task.tokenizer.pad_token_id,
+            pad=tokenizer.pad_token_id,
             device=run.hardware.accelerator.device,
             numbers=numbers,
             goes_on=goes_on,
@@ -133,7 +135,7 @@ def sample_prompts(run: Run) -> list[Answer]:
                 if token is not None:
                     found[number].append(token)
     every = {number: ids for part in ranks.collect(found) for number, ids in part.items()}
-    return [answer_of(run.task.tokenizer, run.prompts[number].prompt, every[number], ends) for number in sorted(every)]
+    return [answer_of(tokenizer, run.prompts[number].prompt, every[number], ends) for number in sorted(every)]
 
 
 def measure(run: Run) -> tuple[dict[str, float], list[Answer]]:

@@ -77,7 +77,8 @@ def _hold_out(parts: list[Part], count: int, seed: int) -> tuple[list[Part], lis
         raise InputError(f"data.eval_rows {count} leaves no rows of {paths} to train on")
     is_held = np.zeros(total, dtype=bool)
     is_held[held_out(total, count, seed)[1]] = True
-    train, held = [], []
+    train: list[Part] = []
+    held: list[Part] = []
     for part, mask in zip(parts, np.split(is_held, np.cumsum([len(p.indices) for p in parts])[:-1]), strict=True):
         for split, mine, into in (("train", ~mask, train), ("eval", mask, held)):
             if mine.any():

@@ -45,10 +45,10 @@ class Writer:
             rows = range(first, min(first + batch_size, len(prompts)))
             found: list[list[int]] = [[] for _ in rows]
             for tokens in self._decode([encoded[row] for row in rows], choice, numbers=rows):
-                for row, token in zip(found, tokens, strict=True):
-                    row.extend([] if token is None else [token])
-            for row, ids in zip(rows, found, strict=True):
-                yield self._answer(prompts[row], ids)
+                for answer, token in zip(found, tokens, strict=True):
+                    answer.extend([] if token is None else [token])
+            for number, ids in zip(rows, found, strict=True):
+                yield self._answer(prompts[number], ids)
 
     def growing(self, prompt: Prompt, choice: Choice, *, number: int = 0) -> Iterator[Answer]:
         """Yield one answer as it grows, after each token: every text begins with the one before it."""

@@ -60,15 +60,15 @@ def first_row(source: Source) -> dict[str, Any] | None:
     path = local_path(source.path)
     if path is None or path.suffix not in (".jsonl", ".json", ".csv", ".txt"):
         return None
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        if path.suffix == ".csv":
-            return next(csv.DictReader(line.replace("\0", "") for line in file), None)
-        if path.suffix == ".txt":
-            return {"text": next(file, "").rstrip("\n")}
-        start = file.read(FIRST_CHARACTERS).lstrip().removeprefix("[").lstrip()
     try:
-        row = json.JSONDecoder().raw_decode(start)[0]
-    except json.JSONDecodeError:  # it is told, with its line, when all rows are read
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".csv":
+                return next(csv.DictReader(line.replace("\0", "") for line in file), None)
+            if path.suffix == ".txt":
+                return {"text": next(file, "").rstrip("\n")}
+            start = file.read(FIRST_CHARACTERS).lstrip().removeprefix("[").lstrip()
+            row = json.JSONDecoder().raw_decode(start)[0]
+    except (UnicodeDecodeError, json.JSONDecodeError):  # it is told, with its line, when all rows are read
         return None
     return row if isinstance(row, dict) else None
 

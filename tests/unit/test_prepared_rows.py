@@ -265,7 +265,7 @@ def test_the_loss_of_each_source_is_that_of_its_own_rows() -> None:
 
 
 def test_an_evaluation_of_two_sources_tells_the_loss_of_each(model: Path, tmp_path: Path) -> None:
-    from ftcli.loop import evaluate
+    from ftcli.evaluation import evaluate
     from ftcli.run import prepare
 
     paths = {name: texts(tmp_path / f"{name}.jsonl", name, 5) for name in "ab"}

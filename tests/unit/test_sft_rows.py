@@ -40,7 +40,8 @@ def task(model: Path, **options: Any) -> Any:
 
 
 def shown(sft: Any, row: dict[str, Any]) -> str:
-    return brackets(sft.tokenizer, *sft._render(row))
+    (found,) = sft.encode(row, {})
+    return brackets(sft.tokenizer, found["input_ids"], found["trained"])
 
 
 @pytest.mark.parametrize(
@@ -109,21 +110,21 @@ def test_a_template_that_refuses_the_probe_may_still_render_rows(model: Path, tm
     told = shown(sft, {"messages": [{"role": "system", "content": "S"}, *TURNS[:2]]})
     assert told.endswith("<|im_start|>assistant\n⟦Yo<|im_end|>⟧\n")
     with pytest.raises(RowError, match="chat template refuses it: system first"):
-        sft._render({"messages": TURNS})
+        sft.encode({"messages": TURNS}, {})
 
 
 @pytest.mark.parametrize(
     ("row", "told"),
     [
         ({"messages": TURNS[:1]}, "no message is the assistant's"),
-        ({"messages": TURNS, "tools": "{no"}, "`tools` is not JSON"),
+        ({"messages": TURNS, "tools": "{no"}, "`tools`: not JSON"),
         ({"messages": TURNS, "tools": {"name": "clock"}}, "`tools` must be a list of JSON schemas"),
         ({"messages": TURNS, "tools": '[{"name": "clock"}]'}, "has tools, and the chat template has no place for them"),
     ],
 )
 def test_rows_that_would_lose_something_are_refused(model: Path, row: dict[str, Any], told: str) -> None:
     with pytest.raises(RowError, match=told):
-        task(model)._render(row)
+        task(model).encode(row, {})
 
 
 def test_a_plain_completion_has_one_beginning_and_one_end_token() -> None:

@@ -158,7 +158,10 @@ def test_prompts_stay_text() -> None:
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2 has no text `content`"),
         ({"messages": [USER, {"role": "bot", "content": "x"}]}, "message 2 has role 'bot'; known: system, developer"),
         ({"messages": [USER | {"content": [{"type": "image"}]}, ANSWER]}, "message 1 has a part of type 'image'"),
-        ({"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]}, "message 2 has tool_calls that are no list of"),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]},
+            "message 2 has tool_calls that are no list of",
+        ),
         ({"messages": [USER, ANSWER | {"tool_calls": "f()"}]}, "message 2 has tool_calls that are no list of"),
         ({"messages": [USER, ANSWER | {"tool_calls": [CALL | {"function": "f"}]}]}, "message 2: not JSON"),
         (

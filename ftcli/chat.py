@@ -45,8 +45,8 @@ def encode_conversations(
 
     `tokenizer` is a fast one; all texts are tokenised in one call. A conversation is a list of OpenAI messages;
     `tools` has a list of JSON schemas, or None, for each. Content in parts of text is joined, a message's keys that
-    are None are taken for absent. `train_on`: all turns of the assistant, the last message if it is the assistant's, or every
-    token. A message's own `train: true | false` goes before that, and the template never sees it.
+    are None are taken for absent. `train_on`: all turns of the assistant, the last message if it is the assistant's,
+    or every token. A message's own `train: true | false` goes before that, and the template never sees it.
 
     A trained turn goes from the end of the prompt that asks for it through its end-of-turn token. A token that its
     first characters share with the template's text is not trained if those are white space, and a `RowError` if not.

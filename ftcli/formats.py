@@ -214,10 +214,7 @@ def _tool_call(number: int, call: Any) -> Any:
 
 def _tools(tools: Any) -> list[Any] | None:
     """Return the tools of a conversation as a list of JSON schemas; None when it has none."""
-    if isinstance(tools, str):
-        tools = _json(tools, "`tools`") if tools.strip() else None
-    else:
-        tools = without_nulls(tools)
+    tools = _json(tools.strip() or "null", "`tools`") if isinstance(tools, str) else without_nulls(tools)
     if not tools:
         return None
     if not isinstance(tools, list):

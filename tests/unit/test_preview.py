@@ -176,6 +176,14 @@ def test_rows_that_are_mostly_cut_are_told(write: Write) -> None:
     assert ("warning", "4 of 4 rows (100.0 %) do not fit data.max_length 64") in found
 
 
+def test_rows_that_are_split_or_just_fit_lose_nothing_and_are_no_finding(write: Write) -> None:
+    recipe = write([{"text": f"{i} " * 200} for i in range(4)], max_length=64)
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"task": "pretrain"}))
+    found = survey_data(recipe)
+    assert found.statistics["train"]["counts"] == {"split": 4}
+    assert not [finding.what for finding in found.findings if "do not fit" in finding.what]
+
+
 def test_answers_that_do_not_end_and_rows_that_begin_twice_are_told(write: Write) -> None:
     prepared = prepare_data(write(different(3)))
     found = measured(prepared)
@@ -298,7 +306,10 @@ def test_packed_rows_of_several_sources_are_shown_as_they_are_trained(write: Wri
     assert (epoch["steps"], epoch["bins"], epoch["left_over"]) == (-(-bins // 2), bins, 0)
     assert epoch["fill"] == pytest.approx(statistics["tokens"] / (64 * bins), abs=1e-4)
     assert max(row.tokens for row in found.rows) == 64
-    lines = "\n".join(found.lines())
-    assert f"{bins} " in lines and "1 cut" in lines or "cut" in lines
+    lines = [re.sub(" +", " ", line).strip() for line in found.lines()]
+    fill = 100 * epoch["fill"]
+    for told in ("cut off at the end 1 row of the source", "left out, unusable 2 rows of the source"):
+        assert told in lines
+    assert f"packing {bins} packed rows, {fill:.1f} % full" in lines
     (shown,) = preview_data(recipe, row=9).rows
     assert shown.source == "train"

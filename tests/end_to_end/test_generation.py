@@ -100,7 +100,8 @@ def test_a_run_leaves_its_answers_and_the_same_come_from_its_weights_and_checkpo
 
 
 def test_a_run_that_is_stopped_before_it_could_ask_asks_once_when_it_goes_on(ftcli: Ftcli, inputs: Path) -> None:
-    short = [w for key in ("evaluate.every_steps=1", "train.max_steps=3") for w in ("--set", key)]
+    best = 'checkpoint.keep_best={"metric": "answer_tokens", "direction": "min"}'
+    short = [w for key in ("evaluate.every_steps=1", "train.max_steps=3", best) for w in ("--set", key)]
     assert ftcli("train", "r.yaml", "--output", "whole", *short)[0] == 0
     launches = 0
     while not (inputs / "stopped" / "final").is_dir():

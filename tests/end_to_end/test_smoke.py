@@ -86,7 +86,12 @@ def test_documenting_functions_is_learnt(tmp_path: Path) -> None:
 def test_raw_text_is_learnt_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
     fetch("smoke/pretrain")
     asked = 'evaluate.generate={"prompts": ["Return the"], "max_new_tokens": 8}'
-    run = train("pretrain", "single", tmp_path / "run", ["data.packing=true", "data.eval.max_rows=20", asked])
+    run = train(
+        "pretrain",
+        "single",
+        tmp_path / "run",
+        ["data.packing=true", "data.eval.max_rows=8", "train.max_steps=8", asked],
+    )
     evaluations = [row["eval/perplexity"] for row in run.metrics() if "eval/perplexity" in row]
     assert evaluations[-1] < 0.6 * evaluations[0]
     (answer,) = ftcli.generate(tmp_path / "run", ["Return the"], max_new_tokens=8, cpu=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe, Source
     from .tasks.protocol import Task
 
-FORMAT = 2  # raised when the layout of prepared rows changes
+FORMAT = 3  # raised when the layout of prepared rows changes
 ARRANGEMENT = ("packing", "padding_free", "group_by_length")  # keys of data that change no prepared row
 MOST_UNTRAINED = 0.01  # share of a source's rows that may hold nothing to train on
 SPLITS = ("train", "eval")
@@ -143,7 +143,7 @@ def _build_in(folder: Path, recipe: Recipe, task: Task) -> dict[str, Any]:
         counts = _encode(recipe, task, part, facts, folder / f"part-{number}", recipe.data.max_bad_rows - bad)
         bad += len(counts.bad)
         meta["told"] += told_of_part(part, counts, recipe.data)
-        meta["counts"].append({"split": part.split, "label": part.label, **asdict(counts)})
+        meta["counts"].append({"of": part.split, "label": part.label, **asdict(counts)})
         meta["tokens"] += counts.tokens
     for split in SPLITS:
         chosen = {folder / f"part-{n}": part for n, part in enumerate(parts) if part.split == split}

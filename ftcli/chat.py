@@ -44,9 +44,9 @@ def encode_conversations(
     """Return (ids, trained) of many conversations, or the `RowError` of one that cannot be encoded exactly.
 
     `tokenizer` is a fast one; all texts are tokenised in one call. A conversation is a list of OpenAI messages;
-    `tools` has a list of JSON schemas, or None, for each. Content in parts of text is joined, keys that are None are
-    taken for absent. `train_on`: all turns of the assistant, the last message if it is the assistant's, or every
-    token. A message's own `train: true | false` goes before that, and the template never sees it.
+    `tools` has a list of JSON schemas, or None, for each. Content in parts of text is joined, a message's keys that
+    are None are taken for absent. `train_on`: all turns of the assistant, the last message if it is the assistant's,
+    or every token. A message's own `train: true | false` goes before that, and the template never sees it.
 
     A trained turn goes from the end of the prompt that asks for it through its end-of-turn token. A token that its
     first characters share with the template's text is not trained if those are white space, and a `RowError` if not.
@@ -105,10 +105,12 @@ def _render(
 ) -> tuple[str, tuple[bool, list[Span]]]:
     """Return (text, (trained outside the spans, spans)) of one conversation; inside them it is the opposite."""
     turns, wishes = checked_messages(messages)
-    tools = _without_none(tools) or None
+    tools = tools or None
     if tools and not template.takes_tools(tools):
         raise RowError("has tools, and the chat template has no place for them")
     chosen = _chosen(turns, wishes, train_on)
+    if train_on != "all" and not any(turn["role"] == "assistant" for turn in turns):
+        raise RowError("no message is the assistant's, so nothing would be trained")
     if chosen and template.has_marks(tools):
         text, marked = template.render_marked(turns, tools)
         spans = marked_turns(template, turns, text, marked)
@@ -134,7 +136,7 @@ def checked_messages(messages: Any) -> tuple[Messages, list[bool | None]]:
         wish = turn.pop("train", None)
         if wish is not None and not isinstance(wish, bool):
             raise RowError(f"message {number} has train: {wish!r}; it is true or false")
-        if isinstance(turn.get("content"), list):
+        if isinstance(turn.get("content"), list) and turn["content"]:
             turn["content"] = _joined(turn["content"], number)
         calls = turn.get("role") == "assistant" and turn.get("tool_calls")
         if not isinstance(turn.get("content"), str) and not (calls and "content" not in turn):
@@ -142,7 +144,7 @@ def checked_messages(messages: Any) -> tuple[Messages, list[bool | None]]:
         if turn.get("role") not in ROLES:
             raise RowError(f"message {number} has role {turn.get('role')!r}; known: {', '.join(ROLES)}")
         if "tool_calls" in turn:
-            turn["tool_calls"] = _checked_calls(turn["tool_calls"], number)
+            _check_calls(turn["tool_calls"], number)
         turns.append(turn)
         wishes.append(wish)
     return turns, wishes
@@ -159,19 +161,11 @@ def _joined(parts: list[Any], number: int) -> str:
     return "".join(texts)
 
 
-def _checked_calls(calls: Any, number: int) -> list[Any]:
+def _check_calls(calls: Any, number: int) -> None:
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError(f"message {number} has tool_calls that are no list of {{function: {{name, arguments}}}}")
-    return list(_without_none(calls))
-
-
-def _without_none(value: Any) -> Any:
-    """Return JSON without the keys that are None: a table of rows gives every object the keys of all of them."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _chosen(turns: Messages, wishes: list[bool | None], train_on: TrainOn) -> list[int]:

@@ -283,7 +283,7 @@ def _write(run: Run, folder: Path, state: dict[str, Any], parts: Iterable[Part])
 def _check_metric(section: Checkpoint, metrics: dict[str, float] | None) -> None:
     if metrics and section.keep_best is not None and section.keep_best.metric not in metrics:
         raise InputError(
-            f"checkpoint.keep_best.metric: this task has no metric {section.keep_best.metric}",
+            f"checkpoint.keep_best.metric: an evaluation has no metric {section.keep_best.metric}",
             hint=f"one of {', '.join(metrics)}",
         )
 

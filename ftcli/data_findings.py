@@ -79,8 +79,8 @@ def _copies(train: Measures) -> Iterator[Finding]:
 def _length(prepared: Prepared, values: dict[str, Any]) -> Iterator[Finding]:
     limit = prepared.recipe.data.max_length
     counts = values.get("counts", {})
-    cut = sum(counts.get(name, 0) for name in ("cut", "dropped", "split")) or values.get("at_max_length", 0)
-    whole = max(values["rows"], cut)
+    cut = counts.get("cut", 0) + counts.get("dropped", 0)  # of a row that was split nothing is lost
+    whole = max(values["rows"] + counts.get("dropped", 0), cut)
     if cut > MOSTLY_CUT * whole:
         yield Finding(
             "warning",

@@ -220,7 +220,7 @@ def stored_counts(rows: PreparedRows, split: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in meta.get("counts", []):
         for name in COUNTED:
-            if part["split"] == split and (number := part.get(name, 0)):
+            if part["of"] == split and (number := part.get(name, 0)):
                 found[name] = found.get(name, 0) + (len(number) if isinstance(number, list) else number)
     return found
 

@@ -17,6 +17,7 @@ from .errors import InputError
 from .faults import Stopped
 from .generation import answer_of, check_room
 from .prompts import Answer, Prompt, prompts_of
+from .recipe import ANSWER_METRICS
 from .sampling import PADDING
 
 if TYPE_CHECKING:
@@ -149,7 +150,5 @@ def measure_answers(answers: list[Answer]) -> dict[str, float]:
     """Return the mean length of answers, in tokens, and the share that the model ended itself."""
     if not answers:
         return {}
-    return {
-        "answer_tokens": sum(answer.tokens for answer in answers) / len(answers),
-        "answers_ended": sum(answer.ended for answer in answers) / len(answers),
-    }
+    values = (sum(answer.tokens for answer in answers), sum(answer.ended for answer in answers))
+    return {name: value / len(answers) for name, value in zip(ANSWER_METRICS, values, strict=True)}

@@ -4,7 +4,8 @@
     completion        a prompt and its completion, both text
     text              text
 
-Pure functions on plain values: no file, no tokenizer, no task is known here, and nothing heavy is imported.
+Pure functions on plain values: no file, no tokenizer, no task is known here, and nothing heavy is imported. What a
+message may be is chat.py's to say, which checks them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from .tasks.protocol import RowError
 
 Row = Mapping[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 SPEAKERS = {  # the names that ShareGPT's data sets have for the roles
     "human": "user",
     "gpt": "assistant",
@@ -27,7 +27,7 @@ SPEAKERS = {  # the names that ShareGPT's data sets have for the roles
     "function_call": "assistant",
     "function_response": "tool",
     "observation": "tool",
-} | {role: role for role in ROLES}
+}
 PREFERENCES = {"chosen", "rejected"}
 
 
@@ -99,13 +99,17 @@ def _from_sharegpt(row: Row) -> dict[str, Any]:
 
 def _conversation(turns: Any, row: Row) -> dict[str, Any]:
     """Return {"messages", "tools"}; a column `system` goes in front of conversations that have no such turn."""
-    messages = checked_messages(turns)
+    messages = _messages(turns)
     system = row.get("system")
     if system is not None and not isinstance(system, str):
         raise RowError("`system` must be text")
-    if system and messages[0]["role"] != "system":
+    if system and isinstance(messages, list) and not _begins_with_system(messages):
         messages = [{"role": "system", "content": system}, *messages]
     return {"messages": messages, "tools": _tools(row.get("tools"))}
+
+
+def _begins_with_system(messages: list[Any]) -> bool:
+    return bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system"
 
 
 def _from_completion(row: Row) -> dict[str, Any]:
@@ -154,90 +158,68 @@ FORMATS = (  # the first that fits is taken
 )
 
 
-def checked_messages(turns: Any) -> list[dict[str, Any]]:
-    """Return messages {role, content, ...} of a list in OpenAI's words or ShareGPT's (from, value).
+def _messages(turns: Any) -> Any:
+    """Return a list of messages in OpenAI's words, of such a list, ShareGPT's (from, value), or either as JSON.
 
-    Content in parts becomes one text, arguments of tool calls become a mapping, and what is null is left out: tables
-    give every message the keys of all. Raises `RowError` for anything else, and when nobody answers.
+    Arguments of tool calls become a mapping, `weight` becomes `train`, and what is null is left out: tables give
+    every message the keys of all. What is no message stays as it is: chat.py says what a message may be.
     """
     if isinstance(turns, str):
         turns = _json(turns, "messages")
-    if not isinstance(turns, list) or not turns:
-        raise RowError("messages must be a list of {role, content}")
-    messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowError("no message is the assistant's, so nothing would be trained")
-    return messages
+    return [_message(number, turn) for number, turn in enumerate(turns, start=1)] if isinstance(turns, list) else turns
 
 
-def _message(number: int, turn: Any) -> dict[str, Any]:
+def _message(number: int, turn: Any) -> Any:
     if not isinstance(turn, dict):
-        raise RowError(f"message {number} has no text `content`")
+        return turn
     turn = {key: value for key, value in turn.items() if value is not None}
     if "from" in turn and "role" not in turn:
         speaker = turn.pop("from")
-        turn = {"role": SPEAKERS.get(speaker, speaker), "content": turn.pop("value", None), **turn}
+        role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        turn = {"role": role, "content": turn.pop("value", None), **turn}
         if speaker == "function_call":  # its value is the call, or a list of calls, as JSON
             called = _json(turn["content"] or "", f"message {number}")
             turn |= {"content": "", "tool_calls": called if isinstance(called, list) else [called]}
-    role = turn.get("role")
-    if role == "function":  # OpenAI's older word
-        role = turn["role"] = "tool"
-    if role not in ROLES:
-        raise RowError(f"message {number} has role {role!r}; known: {', '.join(ROLES)}")
-    if calls := turn.get("tool_calls"):
-        turn["tool_calls"] = [_tool_call(number, call) for call in calls]
-    else:
-        turn.pop("tool_calls", None)
-    turn["content"] = _content(number, turn.get("content", "" if calls else None))
+    if turn.get("role") == "function":  # OpenAI's older word
+        turn["role"] = "tool"
+    if not turn.get("tool_calls", True):  # none
+        del turn["tool_calls"]
+    if isinstance(turn.get("tool_calls"), list):
+        turn["tool_calls"] = [_tool_call(number, call) for call in turn["tool_calls"]]
+        turn.setdefault("content", "")
     if "weight" in turn:  # OpenAI's word: 0 leaves an answer untrained
-        turn.setdefault("train", bool(turn.pop("weight")))
+        weight = turn.pop("weight")
+        if weight not in (0, 1):
+            raise RowError(f"message {number} has weight {weight!r}; it is 0 or 1")
+        turn.setdefault("train", bool(weight))
     return turn
 
 
-def _content(number: int, content: Any) -> str:
-    """Return content as one text; raises `RowError` for parts that are no text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise RowError(f"message {number} has no text `content`")
-    parts = [part if isinstance(part, dict) else {} for part in content]
-    if other := [part for part in parts if part.get("type") != "text" or not isinstance(part.get("text"), str)]:
-        raise RowError(f"message {number} has a part of type {other[0].get('type')!r}; only text is trained on")
-    return "".join(part["text"] for part in parts)
-
-
-def _tool_call(number: int, call: Any) -> dict[str, Any]:
+def _tool_call(number: int, call: Any) -> Any:
     """Return a tool call with its arguments as a mapping, which is what chat templates print."""
     call = without_nulls(call)
     function = call.get("function", call) if isinstance(call, dict) else None
-    kept = {key: call[key] for key in ("id", "type") if function is not call and key in call} if function else {}
-    return {"type": "function", **kept, "function": _called(number, function)}
-
-
-def _called(number: int, function: Any) -> dict[str, Any]:
-    """Return {"name", "arguments"} of a called function, also of one that is written as JSON."""
     if isinstance(function, str):
         function = _json(function, f"message {number}")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError(f"message {number} calls a tool without a name")
+    if not isinstance(function, dict) or "name" not in function:
+        return call
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _json(arguments or "{}", f"the arguments of message {number}")
     if not isinstance(arguments, dict):
         raise RowError(f"the arguments of message {number} are no mapping")
-    return {"name": function["name"], "arguments": arguments}
+    kept = {key: call[key] for key in ("id", "type") if "function" in call and key in call}
+    return {"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _tools(tools: Any) -> list[Any] | None:
     """Return the tools of a conversation as a list of JSON schemas; None when it has none."""
-    if isinstance(tools, str):
-        tools = _json(tools, "`tools`") if tools.strip() else None
+    tools = _json(tools.strip() or "null", "`tools`") if isinstance(tools, str) else without_nulls(tools)
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise RowError("`tools` must be a list")
-    return [without_nulls(_json(tool, "`tools`")) if isinstance(tool, str) else without_nulls(tool) for tool in tools]
+        raise RowError("`tools` must be a list of JSON schemas")
+    return [_json(tool, "`tools`") if isinstance(tool, str) else tool for tool in tools]
 
 
 def without_nulls(value: Any) -> Any:

@@ -354,10 +354,13 @@ class Evaluate(Section):
     )
 
 
+ANSWER_METRICS = ("answer_tokens", "answers_ended")  # of evaluate.generate, which need no rows
+
+
 class Best(Section):
     """Which evaluation decides what the best checkpoint is."""
 
-    metric: str = Field(min_length=1, description="Name of a metric of the task, as `eval/<name>` in metrics.jsonl.")
+    metric: str = Field(min_length=1, description="Name of a metric, as `eval/<name>` in metrics.jsonl.")
     direction: Literal["min", "max"] = Field(description="min: the smallest value is the best; max: the largest.")
 
 
@@ -443,7 +446,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Recipe:
-        if self.checkpoint.keep_best is not None and self.data.eval is None and not self.data.eval_rows:
+        best = self.checkpoint.keep_best
+        if best is None or self.data.eval is not None or self.data.eval_rows:
+            return self
+        if self.evaluate.generate is None or best.metric not in ANSWER_METRICS:
             raise ValueError("checkpoint.keep_best needs evaluation rows: set data.eval or data.eval_rows")
         return self
 

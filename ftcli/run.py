@@ -22,6 +22,7 @@ from .faults import Stopped, StopRequest, end_early, record_failure, watch_paren
 from .heartbeat import Heartbeat
 from .loaders import build_loaders
 from .planning import Plan, derive_plan
+from .positions import check_lengths
 from .recipe import Recipe
 from .recipe_file import dump_recipe, load_recipe
 from .resumption import belongs_to, check_rows
@@ -171,6 +172,7 @@ def prepare(
     )
     model = _build_model(loaded, task, rows, weights)
     check_prompts(loaded, prompts, model)
+    check_lengths(model, loaded, rows)
     model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())

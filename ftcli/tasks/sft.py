@@ -113,8 +113,6 @@ class Task:
             return {"messages": turns, "tools": example.get("tools")}
         if not has_template:
             raise RowError("has messages, but the tokenizer has no chat template")
-        if self.options.train_on != "all" and not any(turn["role"] == "assistant" for turn in example["messages"]):
-            raise RowError("no message is the assistant's, so nothing would be trained")
         return example
 
     def _encode_plain(self, example: Row) -> tuple[list[int], list[bool]]:

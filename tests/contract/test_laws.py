@@ -107,7 +107,7 @@ def test_law_2_no_recipe_and_no_profile_can_write_accumulation() -> None:
 
 def test_law_2_every_shipped_recipe_pairs_with_every_shipped_profile() -> None:
     recipes = list_recipes()
-    assert {"quickstart", "smoke/sft", "smoke/text_classification", "smoke/image_classification"} <= set(recipes)
+    assert {"quickstart", *(f"smoke/{task}" for task in list_tasks())} <= set(recipes)
     for name, path in recipes.items():
         for profile in list_profiles():
             assert check_pair(load_recipe(path), profile) == [], (name, profile.name)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ftcli.__main__ import main
-from ftcli.checkpoint_folder import checkpoint_path
+from ftcli.checkpoint_folder import checkpoint_path, read_state
 
 from ..multiprocess.cells import write_inputs
 
@@ -99,6 +99,29 @@ def test_a_run_leaves_its_answers_and_the_same_come_from_its_weights_and_checkpo
     assert [row["step"] for row in rows((inputs / "run" / "samples.abandoned.jsonl").read_text())] == [4] * 4
 
 
+def test_a_run_that_is_stopped_before_it_could_ask_asks_once_when_it_goes_on(ftcli: Ftcli, inputs: Path) -> None:
+    best = 'checkpoint.keep_best={"metric": "answer_tokens", "direction": "min"}'
+    short = [w for key in ("evaluate.every_steps=1", "train.max_steps=3", best) for w in ("--set", key)]
+    assert ftcli("train", "r.yaml", "--output", "whole", *short)[0] == 0
+    launches = 0
+    while not (inputs / "stopped" / "final").is_dir():
+        code, _, err = ftcli(
+            "train", "r.yaml", "--output", "stopped", "--resume", "auto", *short, "--set", "train.max_minutes=0.00001"
+        )
+        assert code in (0, 75), err
+        launches += 1
+    assert launches >= 3
+    samples, metrics = (
+        [rows((inputs / run / f"{name}.jsonl").read_text()) for run in ("stopped", "whole")]
+        for name in ("samples", "metrics")
+    )
+    assert samples[0] == samples[1]
+    for key in ("step", "loss", "eval/answer_tokens"):
+        assert [row.get(key) for row in metrics[0]] == [row.get(key) for row in metrics[1]]
+    state = read_state(checkpoint_path(inputs / "stopped", 2))
+    assert set(state["metrics"]) == {"answer_tokens", "answers_ended"}
+
+
 def test_a_checkpoint_of_an_adapter_answers_as_its_run(ftcli: Ftcli) -> None:
     lora = [f"adapter.{key}" for key in ("type=lora", "r=3")]
     code, _, err = ftcli("train", "r.yaml", "--output", "lora", *(word for key in lora for word in ("--set", key)))
@@ -108,6 +131,29 @@ def test_a_checkpoint_of_an_adapter_answers_as_its_run(ftcli: Ftcli) -> None:
         for target in ("lora", checkpoint_path(Path("lora"), 4))
     ]
     assert answers[0] == answers[1] != ""
+
+
+@pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "pretrain"])
+def test_a_packed_run_answers_as_its_weights_and_checkpoints_and_is_exported_as_any_model(
+    task: str, ftcli: Ftcli, inputs: Path
+) -> None:
+    run = f"packed-{task}"
+    words = [f"task={task}", "data.packing=true", "data.max_length=64", "batch.global_size=2", "batch.micro_size=1"]
+    words += ["data.train=texts.jsonl", "optimizer.learning_rate=0.01"] if task == "pretrain" else []
+    code, _, err = ftcli("train", "r.yaml", "--output", run, *(w for word in words for w in ("--set", word)))
+    assert code == 0, err
+    samples = rows((inputs / run / "samples.jsonl").read_text())
+    wanted = [row["answer"] for row in samples if row["step"] == 4]
+    assert len(wanted) == 4 and any(wanted)
+    asked = [word for text in ASKED for word in ("--prompt", text)]
+    for target in (run, checkpoint_path(Path(run), 4)):
+        code, out, err = ftcli("generate", target, *asked, "--max-new-tokens", 8, "--json")
+        assert code == 0, err
+        assert [row["answer"] for row in rows(out)] == wanted
+    code, _, err = ftcli("export", run, f"{run}-plain")  # which loads it in a fresh process
+    assert code == 0, err
+    for folder in (inputs / run / "final", inputs / f"{run}-plain"):
+        assert "documents" not in (folder / "config.json").read_text()
 
 
 def test_a_conversation_is_read_from_a_pipe_and_only_answers_are_printed(ftcli: Ftcli, inputs: Path) -> None:

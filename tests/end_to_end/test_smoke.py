@@ -1,7 +1,8 @@
-"""The three smoke recipes, real models on real rows, through the real command line under every profile."""
+"""The smoke recipes, real models on real rows, through the real command line under every profile."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 
+import ftcli
 from ftcli.fetching import fetch
 from ftcli.run_folder import RunFolder
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(1500)]
 PROFILES = {"single": 1, "ddp": 2, "fsdp": 2, "zero3": 2}
-RECIPES = ["image_classification", "text_classification", "sft"]
+RECIPES = ["image_classification", "text_classification", "sft", "pretrain"]
 # Three steps show what twenty would; few evaluation rows, for it is the profiles that are compared.
 SHORT = [
     "train.max_steps=3",
@@ -78,3 +80,19 @@ def test_documenting_functions_is_learnt(tmp_path: Path) -> None:
     metrics = train("sft", "single", tmp_path / "run", ["evaluate.at_start=true"]).metrics()
     evaluations = [row["eval/perplexity"] for row in metrics if "eval/perplexity" in row]
     assert evaluations[-1] < 0.6 * evaluations[0]
+
+
+@pytest.mark.slow
+def test_raw_text_is_learnt_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
+    fetch("smoke/pretrain")
+    asked = 'evaluate.generate={"prompts": ["Return the"], "max_new_tokens": 8}'
+    run = train(
+        "pretrain",
+        "single",
+        tmp_path / "run",
+        ["data.packing=true", "data.eval.max_rows=8", "train.max_steps=8", asked],
+    )
+    evaluations = [row["eval/perplexity"] for row in run.metrics() if "eval/perplexity" in row]
+    assert evaluations[-1] < 0.6 * evaluations[0]
+    (answer,) = ftcli.generate(tmp_path / "run", ["Return the"], max_new_tokens=8, cpu=True)
+    assert answer == [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()][-1]["answer"] != ""

@@ -213,3 +213,31 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_without_the_rows_of_the_bad_st
         assert np.array_equal(found["skipping"]["after"][key], value), key
     for other in ranks[1:]:
         assert [row[:3] for row in other["undone"]["rows"] if row[0] != 4] == [row[:3] for row in rows if row[0] != 4]
+
+
+def test_a_packed_run_goes_back_and_on_without_the_documents_of_the_bad_step(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ftcli.run import prepare
+
+    data = {"train": str(inputs / "chats.jsonl"), "max_length": 256, "packing": True, "drop_last": False}
+    batch = {"global_size": 2, "micro_size": 1}
+    changes = {"data": data, "batch": batch, "checkpoint": {"every_steps": 2}}
+    recipe = poisoned(inputs, faults={"non_finite": "rollback"}, train={"epochs": 2}, **changes)
+    first = prepare(recipe, cpu=True, output=tmp_path / "run")
+    per_epoch, bins = first.plan.steps_per_epoch, first.rows.bins
+    assert per_epoch is not None and bins is not None and per_epoch >= BAD_STEP
+    keys = [key for micro in first.order for key in micro]
+    ids = [number for _, index in keys[2 * BAD_STEP - 2 : 2 * BAD_STEP] for number in bins[index]]
+    assert len(ids) > 2  # documents, more than rows
+    monkeypatch.setenv("BAD_IDS", str(ids[-1]))
+    undone = curve(first, save_at=(2, 4, 6))
+    rows = undone["rows"]
+    assert [row[0] for row in rows] == [1, 2, 3, 4, *range(3, 2 * per_epoch + 1)]
+    assert rows[2] == rows[4] and np.isnan(rows[3][1]) and rows[5][1:] == (0.0, 0.0, 0, 0)
+    assert np.isfinite([row[1:3] for row in rows[4:]]).all()
+    assert undone["record"] == [{"step": BAD_STEP, "policy": "rollback", "samples": sorted(ids)}]
+    assert sum(row[4] for row in rows[:4]) + sum(row[4] for row in rows[6 : 2 + per_epoch]) == 42
+    assert sum(row[4] for row in rows[2 + per_epoch :]) == 42 - len(ids)
+    resumed = curve(prepare(recipe, cpu=True, resume=checkpoint_path(tmp_path / "run", 6)))
+    assert resumed["rows"] == rows[8:]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ftcli.attention import ARCHITECTURES, NAME, confine_to_documents, document_bounds
+from ftcli.decoding import Choice, decode, forward_names
 
 LENGTHS = [7, 1, 12, 3, 9]  # windows of the models below are 4: shorter than most, longer than some
 SIZES: dict[str, Any] = {
@@ -105,3 +107,40 @@ def test_documents_in_one_row_give_the_logits_of_each_alone(kind: str) -> None:
     torch.testing.assert_close(after, before, atol=1e-4, rtol=0)  # evaluation is as it was
     assert (merged - alone).abs().max() > 1e-2, "boundaries that are ignored must show"
     assert model.config._attn_implementation == NAME
+
+
+PROMPTS = [[5, 9, 7], [11], [30, 31, 32, 33, 34, 35, 36, 37, 38]]  # longer than a window, and shorter
+
+
+def spoken(model: Any) -> tuple[list[Any], torch.Tensor]:
+    """Return the tokens of greedy answers with a cache to prompts filled up on the left, and the logits of each."""
+    logits = []
+
+    def forward(**asked: Any) -> Any:
+        output = model(**asked)
+        logits.append(output.logits[:, -1])
+        return output
+
+    asked = {"ends": (), "pad": 0, "device": torch.device("cpu")}
+    tokens = list(decode(forward, forward_names(model), PROMPTS, Choice(7), **asked))
+    return tokens, torch.stack(logits)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_answers_with_a_cache_are_those_of_the_models_own_attention(kind: str) -> None:
+    model = tiny(kind)
+    tokens, logits = spoken(model)
+    confine_to_documents(model)
+    confined_tokens, confined_logits = spoken(model)
+    assert confined_tokens == tokens
+    torch.testing.assert_close(confined_logits, logits, atol=1e-4, rtol=0)
+
+
+def test_the_name_of_our_attention_is_not_saved_with_a_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = tiny("gemma2")
+    confine_to_documents(model)
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation != NAME

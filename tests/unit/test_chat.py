@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcli import chat
+from ftcli.formats import convert
 from ftcli.tasks.protocol import RowError
 
 from .chat_tables import FOLDER, Case, brackets, build_tokenizer, read_table
@@ -211,5 +212,5 @@ def test_keys_that_a_table_of_rows_filled_with_none_are_not_there() -> None:
     tokenizer, cases = read_table("llama3_tools")
     call = {"type": "function", "id": None, "function": {"name": "clock", "arguments": {"city": "Rome", "days": None}}}
     turns = [{"role": "user", "content": "Time?", "tool_calls": None}, {"role": "assistant", "tool_calls": [call]}]
-    ids, _ = chat.encode_conversation(tokenizer, turns)
+    ids, _ = chat.encode_conversation(tokenizer, convert({"messages": turns}, ["messages"])["messages"])
     assert '"parameters": {"city": "Rome"}}<|eom_id|>' in tokenizer.decode(ids)

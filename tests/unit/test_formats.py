@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ftcli.chat import checked_messages
 from ftcli.errors import InputError
 from ftcli.formats import convert, described, recognise
 from ftcli.tasks.protocol import RowError
@@ -55,7 +56,10 @@ def test_columns_that_are_not_used_are_named() -> None:
 
 
 def messages_of(row: dict[str, Any]) -> Any:
-    return convert(row, CHAT)["messages"]
+    """Return a row's messages as its format has them, which chat takes as they are, parts of content joined."""
+    found = convert(row, CHAT)["messages"]
+    turns, wishes = checked_messages(found)
+    return [turn | ({} if wish is None else {"train": wish}) for turn, wish in zip(turns, wishes, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +128,17 @@ def test_tools_may_be_a_list_or_json_and_lose_the_nulls_that_tables_add(tools: A
     assert convert({"messages": [USER, ANSWER], "tools": ""}, CHAT)["tools"] is None
 
 
+def test_nulls_are_left_out_of_what_a_table_filled_up_and_stay_in_what_was_written_as_json() -> None:
+    filled, written = {"city": "Oslo", "days": None}, '{"city": "Oslo", "days": null}'
+    for arguments, expected in ((filled, {"city": "Oslo"}), (written, filled)):
+        call = {"id": None, "function": {"name": "weather", "arguments": arguments}}
+        (_, answer) = messages_of({"messages": [USER, ANSWER | {"tool_calls": [call]}]})
+        assert answer["tool_calls"] == [{"type": "function", "function": {"name": "weather", "arguments": expected}}]
+    schema = SCHEMA | {"default": None}
+    for tools, expected in (([schema], [SCHEMA]), (json.dumps([schema]), [schema]), ([json.dumps(schema)], [schema])):
+        assert convert({"messages": [USER, ANSWER], "tools": tools}, CHAT)["tools"] == expected
+
+
 def test_prompts_stay_text() -> None:
     pair = {"prompt": "a", "completion": "b"}
     assert convert(pair, CHAT) == pair
@@ -140,11 +155,22 @@ def test_prompts_stay_text() -> None:
     [
         ({"messages": []}, "must be a list of"),
         ({"messages": "hello"}, "not JSON"),
-        ({"messages": [USER]}, "no message is the assistant's"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2 has no text `content`"),
         ({"messages": [USER, {"role": "bot", "content": "x"}]}, "message 2 has role 'bot'; known: system, developer"),
         ({"messages": [USER | {"content": [{"type": "image"}]}, ANSWER]}, "message 1 has a part of type 'image'"),
-        ({"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]}, "message 2 calls a tool without a name"),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": [{"function": {}}]}]},
+            "message 2 has tool_calls that are no list of",
+        ),
+        ({"messages": [USER, ANSWER | {"tool_calls": "f()"}]}, "message 2 has tool_calls that are no list of"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [CALL | {"function": "f"}]}]}, "message 2: not JSON"),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
+            "the arguments of message 2 are no mapping",
+        ),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "message 2 has weight 0.5; it is 0 or 1"),
+        ({"messages": [USER | {"content": []}, ANSWER]}, "message 1 has no text `content`"),
+        ({"messages": ["hi"], "system": "be kind"}, "message 2 has no text `content`"),
         (
             {"messages": [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
             "the arguments of message 2: not JSON",
@@ -161,7 +187,7 @@ def test_prompts_stay_text() -> None:
 )
 def test_a_row_of_another_shape_is_told(row: dict[str, Any], words: str) -> None:
     with pytest.raises(RowError) as told:
-        convert(row, CHAT)
+        checked_messages(convert(row, CHAT).get("messages"))
     assert words in str(told.value)
 
 

@@ -265,7 +265,7 @@ def test_the_loss_of_each_source_is_that_of_its_own_rows() -> None:
 
 
 def test_an_evaluation_of_two_sources_tells_the_loss_of_each(model: Path, tmp_path: Path) -> None:
-    from ftcli.loop import evaluate
+    from ftcli.evaluation import evaluate
     from ftcli.run import prepare
 
     paths = {name: texts(tmp_path / f"{name}.jsonl", name, 5) for name in "ab"}
@@ -306,3 +306,30 @@ def test_check_tells_the_format_of_every_source_from_its_first_row(model: Path, 
 def test_a_truncation_that_a_task_cannot_do_is_refused(model: Path, task: str, policy: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         build_task(recipe_of(model, {"train": "rows.jsonl", "truncation": policy}, task=task))
+
+
+@pytest.mark.parametrize("truncation", [None, "truncate", "drop", "split"])
+def test_documents_of_any_length_are_packed_once_each_into_rows_of_max_length(
+    model: Path, tmp_path: Path, truncation: str | None
+) -> None:
+    sources = [
+        {
+            "path": write(tmp_path / "long.jsonl", [{"text": "x" * length} for length in range(1, 200, 13)]),
+            "weight": 1.5,
+        },
+        texts(tmp_path / "short.jsonl", "a", 20),
+    ]
+    rows = prepared(recipe_of(model, {"train": sources, "packing": True, "truncation": truncation}))
+    assert rows.bins is not None
+    lengths = [len(ids) for ids in rows.train["input_ids"]]
+    assert max(lengths) <= 64 and rows.tokens <= sum(lengths)  # of what is taken twice the tokens are told once
+    assert sorted(number for index in range(len(rows.bins)) for number in rows.bins[index]) == list(range(len(lengths)))
+    assert max(sum(lengths[n] for n in rows.bins[index]) for index in range(len(rows.bins))) <= 64
+    if truncation in (None, "split"):  # every token of every text, and one more a text and seam
+        assert sum(rows.train["items"]) == sum(n for n, source in written(rows) if source == 0) + sum(range(1, 21))
+
+
+def written(rows: PreparedRows) -> list[tuple[int, int]]:
+    """Return (characters, source) of every text that an epoch holds, one that is taken twice twice."""
+    beginnings = [row for row in rows.train if not row["input_ids"] or row["trained"][0]]
+    return [(1 + 13 * row["row"], row["source"]) for row in beginnings]

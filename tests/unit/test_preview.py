@@ -176,6 +176,14 @@ def test_rows_that_are_mostly_cut_are_told(write: Write) -> None:
     assert ("warning", "4 of 4 rows (100.0 %) do not fit data.max_length 64") in found
 
 
+def test_rows_that_are_split_or_just_fit_lose_nothing_and_are_no_finding(write: Write) -> None:
+    recipe = write([{"text": f"{i} " * 200} for i in range(4)], max_length=64)
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"task": "pretrain"}))
+    found = survey_data(recipe)
+    assert found.statistics["train"]["counts"] == {"split": 4}
+    assert not [finding.what for finding in found.findings if "do not fit" in finding.what]
+
+
 def test_answers_that_do_not_end_and_rows_that_begin_twice_are_told(write: Write) -> None:
     prepared = prepare_data(write(different(3)))
     found = measured(prepared)
@@ -270,3 +278,38 @@ def test_images_are_shown_by_their_place_size_and_label(tmp_path: Path, write: W
 
 def test_the_public_verb_is_the_function() -> None:
     assert ftcli.preview_data is preview_data
+
+
+def test_packed_rows_of_several_sources_are_shown_as_they_are_trained(write: Write, tmp_path: Path) -> None:
+    recipe = write(different(9), max_length=64, packing=True)
+    values = json.loads(recipe.read_text())
+    other = tmp_path / "other.jsonl"
+    long = [turn("long", "x" * 200), turn("short", "yes")]
+    other.write_text("".join(f"{json.dumps(row)}\n" for row in [*long, *({"messages": []} for _ in range(2))]))
+    values["data"] |= {"train": [values["data"]["train"], str(other)], "max_bad_rows": 2, "drop_last": False}
+    recipe.write_text(json.dumps(values))
+    prepared = prepare_data(recipe)
+    assert prepared.rows.bins is not None
+    plan = derive_plan(prepared.recipe, 1, prepared.rows.train_rows)
+    loader, _ = build_loaders(prepared.recipe, plan, prepared.task, prepared.rows, 0)
+    trained = [[id_ for id_ in batch["sample_ids"].tolist() if id_ >= 0] for batch in loader]
+    rows = [list(prepared.rows.train)[id_] for step in trained for id_ in step]
+    found = preview_data(recipe, rows=99)
+    names = ["train", "other"]
+    assert [(row.source, row.number) for row in found.rows] == [(names[r["source"]], r["row"] + 1) for r in rows]
+    assert [row.step for row in found.rows] == [n for n, step in enumerate(trained, start=1) for _ in step]
+    statistics = found.statistics["train"]
+    bins = len(prepared.rows.bins)
+    assert statistics["rows"] == 11 and statistics["counts"] == {"cut": 1, "bad": 2}
+    assert statistics["sources"]["other"]["rows"] == 2
+    epoch = statistics["epoch"]
+    assert (epoch["steps"], epoch["bins"], epoch["left_over"]) == (-(-bins // 2), bins, 0)
+    assert epoch["fill"] == pytest.approx(statistics["tokens"] / (64 * bins), abs=1e-4)
+    assert max(row.tokens for row in found.rows) == 64
+    lines = [re.sub(" +", " ", line).strip() for line in found.lines()]
+    fill = 100 * epoch["fill"]
+    for told in ("cut off at the end 1 row of the source", "left out, unusable 2 rows of the source"):
+        assert told in lines
+    assert f"packing {bins} packed rows, {fill:.1f} % full" in lines
+    (shown,) = preview_data(recipe, row=9).rows
+    assert shown.source == "train"

@@ -255,3 +255,8 @@ def test_the_best_checkpoint_needs_evaluation_rows() -> None:
     assert recipe(checkpoint=best).checkpoint.keep_best is not None
     with pytest.raises(ValueError, match="needs evaluation rows"):
         recipe(checkpoint=best, data={"eval_rows": 0})
+    asks: dict[str, Any] = {"data": {"eval_rows": 0}, "evaluate": {"generate": {"prompts": ["a"]}}}
+    ended = {"keep_best": {"metric": "answers_ended", "direction": "max"}}
+    assert recipe(checkpoint=ended, **asks).checkpoint.keep_best is not None
+    with pytest.raises(ValueError, match="needs evaluation rows"):
+        recipe(checkpoint=best, **asks)

@@ -110,7 +110,7 @@ def _encode_chunk(task: Task, rows: Dataset, indices: NDArray[np.int64], facts: 
     for start in range(0, len(indices), BATCH):
         numbers = indices[start : start + BATCH]
         raw = _take(rows, numbers)
-        for number, found in zip(numbers.tolist(), _encode(task, raw, facts), strict=True):
+        for number, found in zip(numbers.tolist(), encode_rows(task, raw, facts), strict=True):
             kept += _counted(number, found, counts)
     if kept:
         names = list(dict.fromkeys(name for row in kept for name in row))
@@ -127,7 +127,7 @@ def _take(rows: Dataset, numbers: NDArray[np.int64]) -> list[Row]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _encode(task: Task, rows: list[Row], facts: dict[str, Any]) -> list[list[Row] | RowError]:
+def encode_rows(task: Task, rows: list[Row], facts: dict[str, Any]) -> list[list[Row] | RowError]:
     """Return for each row what the task makes of it, or what is wrong with it."""
     from .tasks.protocol import RowError
 

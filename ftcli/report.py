@@ -130,7 +130,7 @@ class Reporter:
             "learning_rate": step.learning_rate,
             "items": step.items,
             "samples": step.samples,
-            "epoch": self._epoch(step.number),
+            **({} if self.run.rows.streamed else {"epoch": self._epoch(step.number)}),
             f"{self.run.task.item}s_per_second": self._items / elapsed,
             "rows_per_second": self._rows / elapsed,
             "data_wait_share": self._data_seconds / elapsed,
@@ -143,6 +143,7 @@ class Reporter:
     def _epoch(self, number: int) -> float:
         """Return how many passes over the training rows are done; a dropped tail counts as not seen."""
         rows, plan = self.run.rows.train_rows, self.run.plan
+        assert rows is not None  # of a stream nobody knows
         if self.run.recipe.data.drop_last:
             return number * plan.global_size / rows
         assert plan.steps_per_epoch is not None

@@ -10,6 +10,7 @@ lies before it. This module knows no device, no model, and of a task only how it
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,13 @@ from .sampling import epoch_order, seed_of
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-    from .tasks.protocol import Row
+    from .tasks.protocol import Row, RowError
 
 MOST_LANES = 64  # each has a block of rows in memory
 UNEVEN = 1.1  # the fullest lane may hold so many times the mean
 PIECES = 2**11  # prepared rows that one row of a file may become
 ROWS = 2**32  # rows that one file may have
+BATCH = 256  # rows that are encoded in one call, and raw in memory
 
 Bin = list["Row"]  # what the sampler orders: one document, or with packing several
 
@@ -48,19 +50,48 @@ class Corpus:
 
     sizes: tuple[int, ...]  # of the files, in any unit
     read: Callable[[int, int], Iterator[Row]]  # (file, rows to skip) -> its rows from there on
+    names: tuple[str, ...] = ()  # of the files, where they have some
+
+    def name(self, file: int) -> str:
+        """Return what messages call a file."""
+        return self.names[file] if self.names else f"file {file + 1} of data.train"
 
 
-def open_corpus(rows: IterableDataset, sizes: Sequence[int] | None = None) -> Corpus:
+class _Shards:
+    """Reads the shards of a streamed data set; a class: loader processes can be handed it."""
+
+    def __init__(self, rows: IterableDataset) -> None:
+        self.rows, self.count = rows, rows.num_shards
+
+    def __call__(self, file: int, skip: int) -> Iterator[Row]:
+        yield from self.rows.shard(num_shards=self.count, index=file, contiguous=False).skip(skip)
+
+
+def open_corpus(rows: IterableDataset, sizes: Sequence[int] | None = None, names: Sequence[str] = ()) -> Corpus:
     """Return the files behind a streamed data set of `datasets`, which calls them shards.
 
     Without `sizes` they are taken to be equally large, as shards of a data set on the hub are.
     """
     count = rows.num_shards
+    known = tuple(names) if len(names) == count else ()
+    return Corpus((1,) * count if sizes is None or len(sizes) != count else tuple(sizes), _Shards(rows), known)
 
-    def read(file: int, skip: int) -> Iterator[Row]:
-        yield from rows.shard(num_shards=count, index=file, contiguous=False).skip(skip)
 
-    return Corpus((1,) * count if sizes is None or len(sizes) != count else tuple(sizes), read)
+class _Reading:
+    """The file that a lane has open, so that the next block goes on in it without skipping what was read."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.place: tuple[int, int] | None = None
+        self.rows: Iterator[Row] = iter(())
+
+    def take(self, file: int, row: int, most: int) -> list[Row]:
+        """Return at most so many rows of a file from `row` on; fewer: there are no more."""
+        if self.place != (file, row):
+            self.rows = self.corpus.read(file, row)
+        found = list(itertools.islice(self.rows, most))
+        self.place = (file, row + len(found))
+        return found
 
 
 def share_out(sizes: Sequence[int], global_size: int) -> list[list[int]]:
@@ -96,7 +127,7 @@ class Lane:
     lanes: int
     files: list[int]
     corpus: Corpus
-    encode: Callable[[Row], list[Row]]  # one row of a file -> its documents, with "items"
+    encode: Callable[[list[Row]], list[list[Row] | RowError]]  # each row of a file -> its documents, with "items"
     pack: Callable[[list[Row]], list[Bin]]
     seed: int
     block: int  # rows read, encoded and shuffled together
@@ -107,9 +138,9 @@ class Lane:
 
         Raises `RunError` when a whole pass has nothing to train.
         """
-        cursor, found = start, False
+        cursor, found, reading = start, False, _Reading(self.corpus)
         while True:
-            block, after = self._block(cursor)
+            block, after = self._block(cursor, reading)
             for taken in range(cursor.taken, len(block)):
                 found = True
                 yield cursor._replace(taken=taken + 1), block[taken]
@@ -120,7 +151,7 @@ class Lane:
                 found = False
             cursor = after
 
-    def _block(self, cursor: Cursor) -> tuple[list[Bin], Cursor]:
+    def _block(self, cursor: Cursor, reading: _Reading) -> tuple[list[Bin], Cursor]:
         """Return the shuffled bins of the block at a cursor, and where the next block begins."""
         files = self._files(cursor.epoch)
         # The first block is shorter in one lane than in the next, so that they do not all encode at the same step.
@@ -129,12 +160,11 @@ class Lane:
         documents: list[Row] = []
         file, row, read = cursor.file, cursor.row, 0
         while file < len(files) and read < wanted:
-            for raw in self.corpus.read(files[file], row):
-                documents += self._documents(raw, files[file], row)
-                row, read = row + 1, read + 1
-                if read == wanted:
-                    break
-            else:
+            most = min(wanted - read, BATCH)
+            raw = reading.take(files[file], row, most)
+            documents += self._documents(raw, files[file], row, cursor.epoch)
+            row, read = row + len(raw), read + len(raw)
+            if len(raw) < most:
                 file, row = file + 1, 0
         after = Cursor(cursor.epoch, file, row, 0) if file < len(files) else Cursor(cursor.epoch + 1, 0, 0, 0)
         bins = self.pack(documents)
@@ -146,17 +176,19 @@ class Lane:
         order = epoch_order(len(self.files), seed_of(self.seed, self.number), epoch)
         return [self.files[i] for i in order]
 
-    def _documents(self, raw: Row, file: int, row: int) -> list[Row]:
-        from .tasks.protocol import RowError
-
-        try:
-            documents = [document for document in self.encode(raw) if document["items"]]
-        except RowError as error:
-            self.refuse(f"row {row + 1} of file {file + 1} of data.train: {error}")
-            return []
-        if len(documents) > PIECES or row >= ROWS:
-            raise RunError(f"row {row + 1} of file {file + 1} of data.train makes {len(documents)} rows, too many")
-        return [document | {"id": (file * ROWS + row) * PIECES + n} for n, document in enumerate(documents)]
+    def _documents(self, raw: list[Row], file: int, first: int, epoch: int) -> list[Row]:
+        """Return the documents of some rows of a file, the first of which is row `first`."""
+        kept: list[Row] = []
+        for row, found in enumerate(self.encode(raw), start=first):
+            where = f"row {row + 1} of {self.corpus.name(file)}"
+            if isinstance(found, ValueError):
+                self.refuse(f"{where}: {found}")
+                continue
+            if len(found) > PIECES or row >= ROWS:
+                raise RunError(f"{where} makes {len(found)} rows, too many")
+            number = (file * ROWS + row) * PIECES
+            kept += [d | {"id": number + n, "epoch": epoch} for n, d in enumerate(found) if d["items"]]
+        return kept
 
 
 class StreamOrder:

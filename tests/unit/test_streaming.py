@@ -44,9 +44,9 @@ def corpus_of(sizes: list[int], reads: Reads | None = None) -> Corpus:
     return Corpus(tuple(sizes), read)
 
 
-def encode(raw: dict[str, Any]) -> list[dict[str, Any]]:
-    """Make 0, 1 or 2 documents of a row, as truncation and splitting do."""
-    return [{**raw, "piece": n, "items": 1} for n in range((raw["file"] + raw["row"]) % 3)]
+def encode(rows: list[dict[str, Any]]) -> list[Any]:
+    """Make 0, 1 or 2 documents of each row, as truncation and splitting do."""
+    return [[{**raw, "piece": n, "items": 1} for n in range((raw["file"] + raw["row"]) % 3)] for raw in rows]
 
 
 def alone(documents: list[Any]) -> list[list[Any]]:
@@ -166,6 +166,17 @@ def test_resuming_reads_no_row_before_the_block_it_goes_on_in() -> None:
     assert {row for _, row in reads} == set(range(800, 810))
 
 
+def test_a_block_goes_on_in_the_open_file_and_skips_nothing_again() -> None:
+    skips: Reads = []
+
+    def read(file: int, skip: int) -> Iterator[dict[str, Any]]:
+        skips.append((file, skip))
+        return ({"file": file, "row": row} for row in range(skip, 100))
+
+    ids(order_of(Corpus((100,), read), size=1, micro=1, block=10), 90)
+    assert skips == [(0, 0)]
+
+
 @pytest.mark.parametrize(("processes", "files"), [(1, {0, 1, 2, 3}), (2, {0, 2}), (4, {0})])
 def test_a_process_reads_the_files_of_its_own_lanes_only(processes: int, files: set[int]) -> None:
     reads: Reads = []
@@ -194,10 +205,8 @@ def test_a_corpus_without_a_row_to_train_on_is_an_error_and_no_endless_search() 
 
 
 def test_a_row_that_cannot_be_encoded_is_named_by_its_file_and_number() -> None:
-    def bad(raw: dict[str, Any]) -> list[Any]:
-        if raw["row"] == 2:
-            raise RowError("has no text")
-        return [raw | {"items": 1}]
+    def bad(rows: list[dict[str, Any]]) -> list[Any]:
+        return [RowError("has no text") if raw["row"] == 2 else [raw | {"items": 1}] for raw in rows]
 
     told: list[str] = []
     lane = Lane(0, 1, [0], corpus_of([4]), bad, alone, 0, 10, told.append)

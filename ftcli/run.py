@@ -184,6 +184,7 @@ def prepare(
     stream = _stream(loaded, plan, task, rows, hardware, resume) if train_loader is None else None
     facts = [
         *rows.told,
+        *([] if stream is None else [stream.told]),
         _describe(loaded, plan, rows),
         f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {world} processes",
         hardware.check_dtypes(model, loaded),

@@ -62,6 +62,14 @@ class StreamLoader:
                 self._places.pop(self.first_step + step - REMEMBERED, None)
             yield batch
 
+    @property
+    def told(self) -> str:
+        """What is read by whom, as one line for the log."""
+        lanes, files = self.order.lanes, sum(len(lane.files) for lane in self.order.lanes)
+        mine = len(lanes_of(self.order.rank, self.order.processes, len(lanes)))
+        block = lanes[0].block
+        return f"data.train: {files} files in {len(lanes)} lanes of {block} shuffled rows, {mine} read by each process"
+
     def places(self, step: int) -> NDArray[np.int64]:
         """Return where the lanes of this process stand after one of the newest steps: `[lanes, 5]`, `as_table`."""
         return as_table(self._places[step])

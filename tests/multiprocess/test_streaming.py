@@ -57,6 +57,10 @@ def curves(folder: Path) -> dict[str, Any]:
     return {name: curve(recipe(folder, name)) for name in VARIANTS}
 
 
+def packed_curve(folder: Path) -> Any:
+    return curve(recipe(folder, "packed"))
+
+
 @pytest.fixture(scope="module")
 def single(inputs: Path) -> dict[str, Any]:
     return curves(inputs)
@@ -127,9 +131,8 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_its_file_and_number(
 @pytest.mark.slow
 @pytest.mark.parametrize(("profile", "processes"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("zero3", 2)])
 def test_a_streamed_run_has_one_curve_on_every_profile(inputs: Path, single: Any, profile: str, processes: int) -> None:
-    for found in run_on_cpu(curves, inputs, processes=processes, profile=profile):
-        for name in VARIANTS:
-            assert_same(single[name], found[name])
+    for found in run_on_cpu(packed_curve, inputs, processes=processes, profile=profile):
+        assert_same(single["packed"], found)
 
 
 @pytest.mark.slow
@@ -158,8 +161,34 @@ def test_check_preview_and_tokenize_tell_of_a_stream(inputs: Path, tmp_path: Pat
     report = check(path, data=True)
     lines = "\n".join(report.lines())
     assert report.plan.steps == STEPS and report.plan.rows is None
-    assert "4 files in 4 lanes" in lines and "as they come" in lines and "0.jsonl: prompt and completion" in lines
+    for fact in ("4 files in 4 lanes", "as they come", "shards: prompt and completion"):
+        assert fact in lines
     shown = preview_data(path, rows=2)
     assert [row.number for row in shown.rows] == [1, 2]
     text = "\n".join(shown.lines())
     assert "row 1 of shards (the first rows of the stream), not yet shuffled" in text and "an epoch" not in text
+
+
+def test_the_command_line_trains_a_stream_and_goes_on_with_it(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ftcli.__main__ import main
+    from ftcli.recipe_file import dump_recipe
+    from ftcli.run_folder import RunFolder
+
+    monkeypatch.chdir(tmp_path)
+    path, constant = tmp_path / "stream.yaml", {"name": "constant", "warmup_steps": 0}
+    path.write_text(dump_recipe(recipe(inputs, schedule=constant, train={"max_steps": 4})))
+    for arguments in (["--output", "whole"], ["--output", "two", "--set", "train.max_steps=2"]):
+        with pytest.raises(SystemExit) as end:
+            main(["train", str(path), "--cpu", *arguments])
+        assert end.value.code == 0
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(path), "--cpu", "--output", "two", "--resume", "auto"])
+    assert end.value.code == 0
+    whole, two = (RunFolder(tmp_path / name) for name in ("whole", "two"))
+    kept = ("loss", "grad_norm", "samples", "items")
+    curves = [[[row.get(name) for name in kept] for row in run.metrics() if "loss" in row] for run in (whole, two)]
+    assert curves[0] == curves[1] and len(curves[0]) == 4
+    assert "epoch" not in next(iter(whole.metrics()))
+    assert (two.final / "config.json").exists() and (two.path / "probe.safetensors").exists()

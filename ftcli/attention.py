@@ -67,9 +67,15 @@ def is_flat(recipe: Recipe) -> bool:
 
 
 def check_attention(recipe: Recipe, task: Any) -> None:
-    """Raise `InputError` where rows cannot be laid end to end; looks at the configuration of a local model only."""
+    """Raise `InputError` where rows cannot be streamed, or laid end to end.
+
+    Looks at the configuration of a local model only.
+    """
     from .rows import model_folder
 
+    if recipe.data.streaming and not getattr(task, "packs", False):
+        told = f"data.streaming: the rows of task {recipe.task} are not documents of a language model"
+        raise InputError(told, hint="set data.streaming to false")
     if not is_flat(recipe):
         return
     key = "data.packing" if recipe.data.packing else "data.padding_free"

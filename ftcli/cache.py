@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .assets import cache_root
+from .corpora import corpus_digest
 from .encoding import Counts, encode_source, encoded_files, usable_processors
 from .errors import InputError
 from .mixing import Part, read_parts, told_of_part
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .tasks.protocol import Task
 
 FORMAT = 3  # raised when the layout of prepared rows changes
+STREAM = ("streaming", "shuffle_buffer")  # likewise: what stands for a stream's content differs by itself
 ARRANGEMENT = ("packing", "padding_free", "group_by_length")  # keys of data that change no prepared row
 MOST_UNTRAINED = 0.01  # share of a source's rows that may hold nothing to train on
 SPLITS = ("train", "eval")
@@ -39,7 +41,10 @@ SPLITS = ("train", "eval")
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Encoded rows, memory-mapped, and the facts of the training set (label names) that the model needs."""
+    """Encoded rows, memory-mapped, and the facts of the training set (label names) that the model needs.
+
+    Of a stream `train` holds the first rows only: they say what its rows are like, and are not what is trained on.
+    """
 
     train: Dataset
     eval: Dataset | None
@@ -52,9 +57,13 @@ class PreparedRows:
     bins: Bins | None = None  # which documents of `train` share a row; None: each is one
     lengths: NDArray[np.int64] | None = None  # tokens of every row of `train`, where their order depends on them
 
+    streamed: bool = False
+
     @property
-    def train_rows(self) -> int:
-        """Number of training rows as the sampler orders and the model sees them."""
+    def train_rows(self) -> int | None:
+        """Number of training rows as the sampler orders and the model sees them; None: they are a stream."""
+        if self.streamed:
+            return None
         return len(self.train) if self.bins is None else len(self.bins)
 
 
@@ -84,6 +93,8 @@ def prepare_rows(recipe: Recipe, task: Task) -> PreparedRows:
 
 def _arrange(recipe: Recipe, rows: PreparedRows, folder: Path) -> PreparedRows:
     """Return the rows with what their order depends on: bins, or lengths."""
+    if recipe.data.streaming:
+        return replace(rows, streamed=True)
     if recipe.data.packing:
         return replace(rows, bins=pack_rows(rows.train, folder, recipe.data.max_length))
     if not recipe.data.group_by_length:
@@ -97,7 +108,7 @@ def _arrange(recipe: Recipe, rows: PreparedRows, folder: Path) -> PreparedRows:
 def known_rows(recipe: Recipe) -> dict[str, int] | None:
     """Return {"train": rows, "eval": rows} if these rows were prepared on this machine before, without torch.
 
-    Packed training rows also have {"documents", "tokens"}.
+    Packed training rows also have {"documents", "tokens"}; of a stream "train" is not known.
     """
     pointer = _pointer(recipe)
     return json.loads(pointer.read_text())["rows"] if pointer.exists() else None
@@ -249,7 +260,10 @@ def _content_key(recipe: Recipe, task: Task) -> str:
     parts = {
         "format": FORMAT,
         "data": _data_settings(recipe),
-        "train": [_source_digest(source) for source in recipe.data.train_sources],
+        "train": [
+            corpus_digest(source) if recipe.data.streaming else _source_digest(source)
+            for source in recipe.data.train_sources
+        ],
         "eval": [_source_digest(source) for source in recipe.data.eval_sources],
         "task": task.fingerprint(),
     }
@@ -257,7 +271,7 @@ def _content_key(recipe: Recipe, task: Task) -> str:
 
 
 def _data_settings(recipe: Recipe) -> dict[str, Any]:
-    settings = recipe.data.model_dump(exclude={"workers", *ARRANGEMENT})
+    settings = recipe.data.model_dump(exclude={"workers", *ARRANGEMENT, *STREAM})
     return settings | {"task": recipe.task, "options": recipe.task_options, "seed": recipe.seed}
 
 
@@ -283,7 +297,14 @@ def _file_digest(file: Any) -> str:
 
 def _pointer(recipe: Recipe) -> Path:
     """Return the small file that tells `check` the counts, named by what can be seen without reading the data."""
-    seen: list[Any] = [FORMAT, _data_settings(recipe), recipe.data.packing, recipe.model.name, recipe.model.revision]
+    seen: list[Any] = [
+        FORMAT,
+        _data_settings(recipe),
+        recipe.data.packing,
+        recipe.data.streaming,
+        recipe.model.name,
+        recipe.model.revision,
+    ]
     for source in recipe.data.train_sources + recipe.data.eval_sources:
         path = local_path(source.path)
         if path is not None and path.is_file():
@@ -297,7 +318,9 @@ def _pointer(recipe: Recipe) -> Path:
 def _remember(recipe: Recipe, rows: PreparedRows) -> None:
     pointer = _pointer(recipe)
     if not pointer.exists():
-        counts = {"train": rows.train_rows} | ({} if rows.eval is None else {"eval": len(rows.eval)})
+        counts = ({} if rows.train_rows is None else {"train": rows.train_rows}) | (
+            {} if rows.eval is None else {"eval": len(rows.eval)}
+        )
         if rows.bins is not None:
             counts |= {"documents": len(rows.train), "tokens": int(lengths_of(rows.train).sum())}
         pointer.parent.mkdir(parents=True, exist_ok=True)

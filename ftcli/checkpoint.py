@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -211,11 +212,21 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
             "processes": run.plan.processes,
         },
         "data": {"fingerprint": run.rows.fingerprint, "rows": run.plan.rows, "facts": run.rows.facts},
+        "stream": _places(run, step),
         "versions": package_versions(),
         "parameters": run.hardware.trained_shapes(run.model),
         "buffers": [piece.name for piece in run.hardware.pieces(run.model, run.optimizer) if "buffer" in piece.tensors],
         "recipe": run.recipe.model_dump(mode="json"),
     }
+
+
+def _places(run: Run, step: int) -> list[list[int]] | None:
+    """Return where each lane of a stream stands after a step; None where rows are no stream. A collective."""
+    if not run.rows.streamed:
+        return None
+    loader: Any = run.train_loader
+    found: list[list[int]] = np.unique(run.hardware.ranks.gather(loader.places(step)), axis=0).tolist()
+    return found
 
 
 def _copied(part: Stretches) -> Part:

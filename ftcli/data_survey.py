@@ -106,7 +106,8 @@ def survey(prepared: Prepared) -> Survey:
     statistics: dict[str, Any] = {
         name: _of_split(prepared, name, part, measures[name]) for name, part in splits.items()
     }
-    statistics["train"]["epoch"] = _of_epoch(prepared, measures["train"])
+    if not rows.streamed:
+        statistics["train"]["epoch"] = _of_epoch(prepared, measures["train"])
     if "eval" in measures:
         statistics["eval"]["overlap"] = _overlap(measures)
     return Survey(prepared.name, judge(prepared, measures, statistics), statistics)

@@ -110,7 +110,7 @@ def _encode_chunk(task: Task, rows: Dataset, indices: NDArray[np.int64], facts: 
     for start in range(0, len(indices), BATCH):
         numbers = indices[start : start + BATCH]
         raw = _take(rows, numbers)
-        for number, found in zip(numbers.tolist(), _encode(task, raw, facts), strict=True):
+        for number, found in zip(numbers.tolist(), encode_rows(task, raw, facts), strict=True):
             kept += _counted(number, found, counts)
     if kept:
         names = list(dict.fromkeys(name for row in kept for name in row))
@@ -127,20 +127,38 @@ def _take(rows: Dataset, numbers: NDArray[np.int64]) -> list[Row]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _encode(task: Task, rows: list[Row], facts: dict[str, Any]) -> list[list[Row] | RowError]:
+def encode_rows(task: Task, rows: list[Row], facts: dict[str, Any]) -> list[list[Row] | RowError]:
     """Return for each row what the task makes of it, or what is wrong with it."""
+    from .errors import InputError
     from .tasks.protocol import RowError
 
-    if hasattr(task, "encode_rows"):
-        several: list[list[Row] | RowError] = task.encode_rows(rows, facts)
+    if _encodes_many(type(task)):
+        several: list[list[Row] | RowError] = task.encode_rows(rows, facts)  # type: ignore[attr-defined]
         return several
     found: list[list[Row] | RowError] = []
     for row in rows:
         try:
-            found.append(task.encode(row, facts))
+            documents = task.encode(row, facts)
         except RowError as error:
             found.append(error)
+            continue
+        if not isinstance(documents, list):
+            told = (
+                f"`encode` of {type(task).__module__}.{type(task).__qualname__} returned a {type(documents).__name__}"
+            )
+            raise InputError(told, hint="it returns a list of prepared rows: [row], or [] for a row to leave out")
+        found.append(documents)
     return found
+
+
+def _encodes_many(task: type) -> bool:
+    """Say whether a task's `encode_rows` stands for its `encode`: a class derived from it may change that alone."""
+    for known in task.__mro__:
+        if "encode_rows" in vars(known):
+            return True
+        if "encode" in vars(known):
+            return False
+    return False
 
 
 def _counted(number: int, found: list[Row] | RowError, counts: Counts) -> list[Row]:

@@ -27,7 +27,8 @@ def fetch(recipe: str | Path, overrides: Sequence[str] = ()) -> None:
     from .tasks import build_task
 
     rows = prepare_rows(loaded, build_task(loaded))
-    _say(f"rows are ready: {len(rows.train)} to train on, {len(rows.eval) if rows.eval is not None else 0} to evaluate")
+    train = "a stream" if rows.streamed else len(rows.train)
+    _say(f"rows are ready: {train} to train on, {len(rows.eval) if rows.eval is not None else 0} to evaluate")
 
 
 def _names(recipe: Recipe) -> list[str]:

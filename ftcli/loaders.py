@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .tasks.protocol import Batch, Row, Task
 
 
-class _WithTask:
+class WithTask:
     """What is handed to loader processes together with a task, which may be of a user's own file."""
 
     task: Task
@@ -32,7 +32,7 @@ class _WithTask:
         return self.__dict__ | {"task": Carried(self.task)}
 
 
-class Rows(_WithTask):
+class Rows(WithTask):
     """Prepared rows as a map-style data set over the keys of `sampling`: each is a list of the documents it holds.
 
     A document is a plain dictionary. Packed rows hold several, all others one. What is left out, or only fills a
@@ -58,7 +58,7 @@ class Rows(_WithTask):
 
 
 @dataclass(frozen=True)
-class Collate(_WithTask):
+class Collate(WithTask):
     """Rows to a batch of tensors with the ids of their documents; a class: loader processes can be handed it."""
 
     task: Task
@@ -73,8 +73,10 @@ class Collate(_WithTask):
 
 def build_loaders(
     recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, first_step: int, excluded: Set[int] = frozenset()
-) -> tuple[DataLoader, DataLoader | None]:
+) -> tuple[DataLoader | None, DataLoader | None]:
     """Return loaders of host batches in global order; Accelerate gives each process its share of the batches.
+
+    A stream has no such loader of training rows: stream_loader.py builds it for each process.
 
     Training documents whose id is in `excluded` are padding instead; it may grow until the loader is iterated.
     """
@@ -95,6 +97,12 @@ def build_loaders(
             worker_init_fn=ignore_signals_in_workers,
         )
 
+    evaluation = None
+    if rows.eval is not None:
+        eval_order = EvalOrder(len(rows.eval), micro_size=plan.micro_size, processes=plan.processes)
+        evaluation = loader(rows.eval, eval_order, training=False)
+    if rows.train_rows is None:
+        return None, evaluation
     assert plan.steps is not None and plan.steps_per_epoch is not None
     train_order = TrainOrder(
         rows.train_rows,
@@ -106,8 +114,4 @@ def build_loaders(
         steps_per_epoch=plan.steps_per_epoch,
         lengths=rows.lengths,
     )
-    train = loader(rows.train, train_order, training=True)
-    if rows.eval is None:
-        return train, None
-    eval_order = EvalOrder(len(rows.eval), micro_size=plan.micro_size, processes=plan.processes)
-    return train, loader(rows.eval, eval_order, training=False)
+    return loader(rows.train, train_order, training=True), evaluation

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .corpora import first_rows
 from .errors import InputError
 from .formats import described, recognise
 from .rows import labels_of, read_rows
@@ -56,7 +57,9 @@ def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) 
     for number, (source, label) in enumerate(zip(sources, labels_of(sources), strict=True)):
         given = data.columns_of(source)
         columns = {name: given.get(name, name) for name in task.columns} | given
-        rows = read_rows(source, columns)
+        streams = split == "train" and data.streaming
+        rows = first_rows(source, columns) if streams else read_rows(source, columns)
+        label = f"{label} (the first rows of the stream)" if streams else label
         taken_for = ""
         if kinds := getattr(task, "formats", ()):
             found = recognise(rows.column_names, kinds, f"data.{split}: {source.path}")

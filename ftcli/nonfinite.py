@@ -135,6 +135,7 @@ def go_back(run: Run) -> None:
         )
     run.saving.wait()
     load(run, found)
+    assert run.order is not None  # a recipe that streams does not go back
     run.first_step = run.order.first_step = step_of(found)
     run.flags.must_go_back = False
     if run.hardware.ranks.is_main and run.folder is not None:

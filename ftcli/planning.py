@@ -152,6 +152,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     """
     from .adapters import adapter_problems
     from .attention import check_attention
+    from .corpora import check_corpus
     from .prompts import prompts_of
     from .rows import check_source, model_folder
     from .tasks import find_task, is_own
@@ -162,7 +163,10 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     model_folder(recipe.model.name)
     if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
         check_attention(recipe, find_task(recipe.task).Task)
-    for source in recipe.data.train_sources + recipe.data.eval_sources:
+    for source in recipe.data.train_sources:
+        check = check_corpus if recipe.data.streaming else check_source
+        check(source, recipe.data.columns_of(source))
+    for source in recipe.data.eval_sources:
         check_source(source, recipe.data.columns_of(source))
     format_facts(recipe)
 
@@ -172,6 +176,7 @@ def format_facts(recipe: Recipe) -> dict[str, str]:
 
     Only tasks that recognise formats have some; a user's own task is not imported for it.
     """
+    from .corpora import first_of_stream
     from .formats import described, recognise
     from .rows import first_row, labels_of
     from .tasks import find_task, is_own
@@ -182,7 +187,8 @@ def format_facts(recipe: Recipe) -> dict[str, str]:
     for split, sources in (("train", recipe.data.train_sources), ("eval", recipe.data.eval_sources)):
         for source, label in zip(sources, labels_of(sources), strict=True):
             name = f"data.{split}" + (f" {label}" if len(sources) > 1 else "")
-            row = first_row(source)
+            is_stream = split == "train" and recipe.data.streaming
+            row = first_row(source) if not is_stream else first_of_stream(source)
             if row is None:
                 facts[name] = f"{source.path}: format not looked at before rows are prepared"
                 continue
@@ -230,7 +236,9 @@ class Report:
             "processes": plan.processes,
             "rows per step": f"{plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches "
             f"x {plan.processes} processes",
-            "training rows": unknown if plan.rows is None else plan.rows,
+            "training rows": (
+                "as they come" if "stream" in self.facts else unknown if plan.rows is None else plan.rows
+            ),
             "steps": unknown if plan.steps is None else plan.steps,
             "warm-up steps": unknown if plan.warmup_steps is None else plan.warmup_steps,
             **self.facts,
@@ -257,6 +265,7 @@ def check(
     model that is not there.
     """
     from .cache import known_rows
+    from .corpora import stream_facts
     from .devices import check_devices, count_processes
     from .profiles import check_pair, load_profile
     from .recipe_file import find_recipe, load_recipe
@@ -273,8 +282,11 @@ def check(
     world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines)
     if chosen is not None:
         derive_shards(*chosen.mesh, world)
-    plan = derive_plan(loaded, world, counts["train"] if counts else None)
+    plan = derive_plan(loaded, world, counts.get("train") if counts else None)
     facts, notes = _size_facts(loaded, counts)
+    if loaded.data.streaming:
+        told, warned = stream_facts(loaded, world)
+        facts, notes = told | facts, warned + notes
     facts = format_facts(loaded) | facts
     notes += _exactness_notes(loaded)
     notes += [
@@ -299,7 +311,7 @@ def _size_facts(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str
     notes: list[str] = []
     if recipe.task in ("sft", "pretrain", "text_classification"):
         facts["tokens per step"] = f"at most {recipe.batch.global_size * recipe.data.max_length}"
-    if recipe.data.packing and counts is not None:
+    if recipe.data.packing and counts is not None and "documents" in counts:
         tokens = counts["tokens"] / counts["train"]
         facts["tokens per step"] += f", {recipe.batch.global_size * tokens:.0f} on average"
         fill = 100 * tokens / recipe.data.max_length

@@ -45,7 +45,9 @@ class ShownRow:
 
     source: str
     number: int  # in its source, from 1, as errors count
-    step: int | None  # the optimizer step of the first epoch that trains on it; None: none does
+    step: (
+        int | None
+    )  # the optimizer step of the first epoch that trains on it; None: none does; 0: a stream has it somewhere
     tokens: int
     trained: int  # tokens that the loss is on
     head: list[Span]
@@ -111,6 +113,9 @@ def preview_data(
 
 def _order(prepared: Prepared) -> Iterator[tuple[int, int | None]]:
     """Yield (index of a training row, step) in the order of the first epoch; without a step: rows that it leaves."""
+    if prepared.rows.streamed:
+        yield from ((index, 0) for index in range(len(prepared.rows.train)))
+        return
     rows, bins, order = prepared.rows.train, packed_bins(prepared.rows), first_epoch(prepared)
     _, of_run = epoch_and_run(prepared)
     units = len(rows) if bins is None else len(bins)

@@ -117,7 +117,7 @@ def draw_rows(rows: Sequence[ShownRow], style: Style, *, ids: bool) -> list[str]
 
 def title(row: ShownRow) -> str:
     """Return the line that says which row it is."""
-    when = "not in the first epoch" if row.step is None else f"step {row.step}"
+    when = "not in the first epoch" if row.step is None else f"step {row.step}" if row.step else "not yet shuffled"
     size = f", {row.tokens} tokens" if row.tokens else ""
     trained = f", {row.trained} trained" if row.trained else ""
     return f"row {row.number} of {row.source}, {when}{size}{trained}"

@@ -208,6 +208,19 @@ class Data(Section):
         description="true: steps are made of rows of similar length, drawn from 50 steps' rows at a time, which saves "
         "padding; it changes the order of the rows. Not with packing.",
     )
+    streaming: bool = Field(
+        False,
+        description="true: rows of data.train are read and tokenised as they come, for corpora that do not fit a disk. "
+        "Its path may also be a pattern (data/*.jsonl), a folder of data files, or an address that fsspec knows "
+        "(https://, s3://, hf://), files also compressed (.gz, .zst). Language-model tasks, one source, "
+        "train.max_steps. The order of the rows depends on the files, the seed and batch.global_size, never on the "
+        "processes; rows with nothing to train on are left out.",
+    )
+    shuffle_buffer: PositiveInt | None = Field(
+        None,
+        description="Rows of a stream that are shuffled (and packed) among themselves, over all of its files; null: "
+        "10000. Only with streaming.",
+    )
     workers: int = Field(
         0,
         ge=0,
@@ -235,6 +248,26 @@ class Data(Section):
             raise ValueError("eval and eval_rows exclude each other: keep one of the two")
         if any(source.weight != 1 for source in self.eval_sources):
             raise ValueError("eval: a weight is for training rows only; use max_rows to measure fewer")
+        return self
+
+    @model_validator(mode="after")
+    def _a_stream_is_read_once(self) -> Data:
+        if not self.streaming:
+            if self.shuffle_buffer is not None:
+                raise ValueError("shuffle_buffer is for streams: set streaming to true, or delete it")
+            return self
+        source = self.train_sources[0]
+        refused = {
+            "eval_rows, which are held out of all rows: name evaluation rows with data.eval": self.eval_rows > 0,
+            "several sources: name one, which may be a pattern or a folder": len(self.train_sources) > 1,
+            "a weight: all rows of its one source are read": source.weight != 1,
+            "max_rows: train.max_steps bounds what is read": source.max_rows is not None,
+            "group_by_length: it needs the lengths of all rows": self.group_by_length,
+            "max_bad_rows above 0: each process would count its own": self.max_bad_rows > 0,
+            "more than one of workers: a second would read the same rows": self.workers > 1,
+        }
+        if found := [told for told, is_so in refused.items() if is_so]:
+            raise ValueError(f"streaming does not go with {'; nor with '.join(found)}")
         return self
 
     @model_validator(mode="after")
@@ -460,6 +493,14 @@ class Recipe(Section):
             raise ValueError("faults.non_finite: skip cannot undo what a step did to batch_norm: train; use rollback")
         if policy == "rollback" and self.checkpoint.every_steps is None:
             raise ValueError("faults.non_finite: rollback needs checkpoints to go back to: set checkpoint.every_steps")
+        return self
+
+    @model_validator(mode="after")
+    def _a_stream_has_no_end(self) -> Recipe:
+        if self.data.streaming and self.train.max_steps is None:
+            raise ValueError("data.streaming needs train.max_steps: how many rows an epoch has is not known")
+        if self.data.streaming and self.faults.non_finite == "rollback":
+            raise ValueError("faults.non_finite: rollback does not go with data.streaming: use stop or skip")
         return self
 
     @model_validator(mode="after")

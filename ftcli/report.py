@@ -130,7 +130,7 @@ class Reporter:
             "learning_rate": step.learning_rate,
             "items": step.items,
             "samples": step.samples,
-            "epoch": self._epoch(step.number),
+            **({} if self.run.rows.streamed else {"epoch": self._epoch(step.number)}),
             f"{self.run.task.item}s_per_second": self._items / elapsed,
             "rows_per_second": self._rows / elapsed,
             "data_wait_share": self._data_seconds / elapsed,
@@ -143,6 +143,7 @@ class Reporter:
     def _epoch(self, number: int) -> float:
         """Return how many passes over the training rows are done; a dropped tail counts as not seen."""
         rows, plan = self.run.rows.train_rows, self.run.plan
+        assert rows is not None  # of a stream nobody knows
         if self.run.recipe.data.drop_last:
             return number * plan.global_size / rows
         assert plan.steps_per_epoch is not None
@@ -183,7 +184,7 @@ class Reporter:
         """Record what the model answered after `step` steps: every answer in samples.jsonl, a few in the log."""
         now = time.perf_counter()
         self._away, self._since = self._away + now - self._since, now
-        if not self.main:
+        if not self.main or not answers:
             return
         for answer in answers[:SHOWN_ANSWERS]:
             self.say(f"step {step}: {_short(answer.prompt.shown, WIDEST // 2)} -> {_short(answer.text, WIDEST)}")

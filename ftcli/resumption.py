@@ -162,7 +162,8 @@ def _plan(recipe: Recipe, state: dict[str, Any]) -> Plan:
 
 def _ends(recipe: Recipe, state: dict[str, Any]) -> int:
     steps = _plan(recipe, state).steps
-    assert steps is not None  # the number of rows is known
+    if steps is None:  # the checkpoint's rows were a stream, those of the recipe are not
+        raise InputError("the checkpoint's rows were a stream: how long train.epochs is cannot be known from it")
     return steps
 
 
@@ -173,7 +174,7 @@ def _same_rates(state: dict[str, Any], recipe: Recipe) -> bool:
     for length in (before.train, recipe.train):
         changed = before.model_copy(update={"train": length})
         plan = _plan(changed, state)
-        assert plan.steps is not None and plan.warmup_steps is not None
+        assert plan.steps is not None and plan.warmup_steps is not None  # `_ends` knew it
         both.append(
             [
                 learning_rate(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,10 @@ def model_folder(name: str) -> Path | None:
 
 def labels_of(sources: Sequence[Source]) -> list[str]:
     """Return what each source is called in reports: its label, else its file's name, else its path where two agree."""
-    stems = [Path(source.path).stem if local_path(source.path) else source.path for source in sources]
+    stems = [
+        Path(source.path).stem if local_path(source.path) and "*" not in source.path else source.path
+        for source in sources
+    ]
     return [
         source.label or (stem if stems.count(stem) == 1 else source.path)
         for source, stem in zip(sources, stems, strict=True)
@@ -208,11 +212,19 @@ def _unreadable(path: Path, cause: BaseException) -> InputError:
 
 def _read_hub(source: Source) -> Dataset:
     from datasets import load_dataset
+
+    with told_of_hub(source):
+        return load_dataset(source.path, source.name, split=source.split)
+
+
+@contextmanager
+def told_of_hub(source: Source) -> Iterator[None]:
+    """Turn what `datasets` raises for a name on the hub into an `InputError` that says what to do."""
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
-        return load_dataset(source.path, source.name, split=source.split)
+        yield
     except (DatasetNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, ConnectionError) as error:
         raise InputError(
             f"data set {source.path} is neither on this machine nor reachable on the hub",

@@ -20,7 +20,7 @@ from .checkpoint_folder import abandon, damage, read_state, step_of
 from .errors import InputError
 from .faults import Stopped, StopRequest, end_early, record_failure, watch_parent, watch_peers
 from .heartbeat import Heartbeat
-from .loaders import build_loaders
+from .loaders import Collate, Rows, build_loaders
 from .planning import Plan, derive_plan
 from .positions import check_lengths
 from .recipe import Recipe
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .hardware import Hardware
     from .nonfinite import Flags
     from .profiles import Profile
+    from .stream_loader import StreamLoader
     from .tasks.protocol import Batch, Task
 
 
@@ -53,9 +54,9 @@ class Run:
     hardware: Hardware
     model: nn.Module
     optimizer: Optimizer
-    train_loader: DataLoader
+    train_loader: DataLoader | StreamLoader
     eval_loader: DataLoader | None
-    order: TrainOrder  # what the loader of training rows follows
+    order: TrainOrder | None  # what the loader of training rows follows; None: they are a stream
     rows: PreparedRows
     flags: Flags
     facts: list[str]  # one line each, for the log
@@ -108,8 +109,8 @@ class Run:
 
     def any_batch(self) -> Batch:
         """Return a batch of one training row on the device, without taking it from the order of rows."""
-        rows: Any = self.train_loader.dataset
-        batch = self.train_loader.collate_fn([rows[(0, 0)]])
+        rows = Rows(self.rows.train, self.task, training=True, bins=self.rows.bins)
+        batch = Collate(self.task)([rows[(0, 0)]])
         return self.to_device({name: value for name, value in batch.items() if name != "sample_ids"})
 
     def reseed(self, step: int) -> None:
@@ -177,13 +178,15 @@ def prepare(
     optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
     train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
-    order = train_loader.batch_sampler
-    assert isinstance(order, TrainOrder)
-    loaders = [train_loader] if eval_loader is None else [train_loader, eval_loader]
+    order: Any = None if train_loader is None else train_loader.batch_sampler
+    loaders = [loader for loader in (train_loader, eval_loader) if loader is not None]
     with hardware.handing_out(model, optimizer):
         model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
+    prepared = iter(loaders)
+    stream = _stream(loaded, plan, task, rows, hardware, resume) if train_loader is None else None
     facts = [
         *rows.told,
+        *([] if stream is None else [stream.told]),
         _describe(loaded, plan, rows),
         f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {world} processes",
         hardware.check_dtypes(model, loaded),
@@ -197,8 +200,8 @@ def prepare(
         hardware=hardware,
         model=model,
         optimizer=optimizer,
-        train_loader=loaders[0],
-        eval_loader=loaders[1] if len(loaders) > 1 else None,
+        train_loader=next(prepared) if stream is None else stream,
+        eval_loader=next(prepared, None),
         order=order,
         rows=rows,
         flags=flags,
@@ -225,6 +228,17 @@ def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:
     check_rows(state, rows.fingerprint, anyway=anyway)
     step: int = state["step"]
     return step
+
+
+def _stream(
+    recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, hardware: Hardware, resume: str | Path | None
+) -> StreamLoader:
+    """Return the loader of a stream, at its beginning or where a checkpoint stands; every process reads its own."""
+    from .stream_loader import build_stream
+
+    state = None if resume is None else read_state(Path(resume))
+    start = None if state is None else (state["step"], state.get("stream"))
+    return build_stream(recipe, plan, task, rows.facts, hardware.ranks.rank, start)
 
 
 def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path | None) -> nn.Module:
@@ -258,8 +272,9 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
 def _describe(recipe: Recipe, plan: Plan, rows: PreparedRows) -> str:
     evaluated = "none" if rows.eval is None else str(len(rows.eval))
     packed = "" if rows.bins is None else f" of {len(rows.train)} documents"
+    trained = "a stream of rows" if rows.streamed else f"{plan.rows} rows{packed}"
     return (
-        f"{recipe.task} of {recipe.model.name}: {plan.rows} rows{packed}, {evaluated} for evaluation, "
+        f"{recipe.task} of {recipe.model.name}: {trained}, {evaluated} for evaluation, "
         f"{plan.steps} steps of {plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches "
         f"x {plan.processes} processes"
     )

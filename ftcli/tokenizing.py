@@ -29,9 +29,9 @@ def tokenize(recipe: str | Path, overrides: Sequence[str] = ()) -> list[str]:
     is_new = (rows.folder / "meta.json").stat().st_mtime >= started
     facts = {
         "folder": rows.folder,
-        "training rows": f"{len(rows.train):,}",
+        "training rows": "a stream, tokenised as it comes" if rows.streamed else f"{len(rows.train):,}",
         "evaluation rows": f"{0 if rows.eval is None else len(rows.eval):,}",
-        **({"tokens": f"{rows.tokens:,}"} if rows.tokens else {}),
+        **({"tokens": f"{rows.tokens:,}"} if rows.tokens and not rows.streamed else {}),
         "seconds": f"{time.time() - started:.1f}" if is_new else "0 (they were there already)",
     }
     return [f"{name:<15}  {value}" for name, value in facts.items()]

@@ -19,6 +19,8 @@ LIGHT_MODULES = [
     "__main__",
     "cli",
     "attention",
+    "corpora",
+    "streaming",
     "packing",
     "recipe",
     "documents",

@@ -76,7 +76,7 @@ class Task:
 
     def encode(self, row, facts):
         ids = self.tokenizer(row["text"])["input_ids"]
-        return {"input_ids": ids, "target": int(len(ids) >= self.options.long_from), "items": 1}
+        return [{"input_ids": ids, "target": int(len(ids) >= self.options.long_from), "items": 1}]
 
     def load_model(self, facts, **kwargs):
         return load_model(self.auto_class, self.recipe, new_head=True, labels=["short", "long"], **kwargs)

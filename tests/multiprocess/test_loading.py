@@ -126,6 +126,7 @@ def test_tied_weights_are_one_weight_after_prepare(insides: tuple[str, list[dict
         assert {name: found["tied"] for name, found in rank.items() if name.startswith("sft")} == {
             "sft-tied": True,
             "sft-untied": False,
+            "sft-dora": False,
             "sft-lora": True,
         }
 

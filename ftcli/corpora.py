@@ -1,0 +1,242 @@
+"""Where streamed rows come from: files on this disk or behind an address, and data sets on the hub, never whole.
+
+Knows names, sizes and columns of what data.streaming reads. The order of the rows is streaming.py's; neither tokens
+nor tasks are known here, and `datasets` is imported inside functions, so that `ftcli check` stays light.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from .assets import asset_path
+from .errors import InputError, RunError
+from .rows import FORMATS, check_source, first_row, require_columns
+from .streaming import Corpus, open_corpus, share_out
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    from .recipe import Recipe, Source
+
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+FIRST_ROWS = 256  # that stand for a stream where some of its rows must be known: its format, its preview
+WANTED_FILES = 8  # with which the usual numbers of processes share out the reading
+
+
+def format_of(name: str) -> str | None:
+    """Return what `datasets` calls the format of a file, by its name without a compression's ending."""
+    path = PurePosixPath(name.partition("?")[0])
+    return FORMATS.get(PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix)
+
+
+def is_address(name: str) -> bool:
+    """Say whether a name has a protocol: https://, s3://, hf://."""
+    return "://" in name
+
+
+def local_files(source: Source) -> list[str] | None:
+    """Return the files that a source names on this disk, sorted by name; None where it names none.
+
+    A file, a pattern or a folder. Raises `InputError` where there is nothing, or files of several formats.
+    """
+    name = source.path
+    if is_address(name):
+        return None
+    path = asset_path(name) if name.startswith("asset:") else Path(name).expanduser()
+    if path.is_dir():
+        found = sorted(str(file) for file in path.rglob("*") if file.is_file() and format_of(file.name))
+        if not found:
+            raise InputError(f"{path.absolute()} holds no data files", hint=f"known: {', '.join(FORMATS)}")
+    elif glob.has_magic(str(path)):
+        found = sorted(file for file in glob.glob(str(path), recursive=True) if os.path.isfile(file))
+        if not found:
+            raise InputError(f"no file matches {path.absolute()}", hint="a relative path starts at the current folder")
+    elif path.exists() or format_of(name) or name.startswith((".", "/", "~", "asset:")):
+        found = [str(path)]
+    else:
+        return None
+    _one_format(found, name)
+    return found
+
+
+def check_corpus(source: Source, columns: Mapping[str, str]) -> None:
+    """Look at a streamed source without reading it; raises `InputError` for what is missing or cannot be read.
+
+    What lies behind an address is not asked for, only whether this installation could.
+    """
+    files = local_files(source)
+    if files is not None:
+        if format_of(files[0]) == FORMATS.get(Path(files[0]).suffix):  # not compressed
+            check_source(source.model_copy(update={"path": files[0]}), dict(columns))
+        elif not Path(files[0]).exists():
+            raise InputError(f"no data at {Path(files[0]).absolute()}", hint="is the path right?")
+    elif is_address(source.path):
+        _one_format([source.path], source.path)
+        _file_system(source.path)
+
+
+def list_files(source: Source) -> tuple[list[str], list[int]] | None:
+    """Return (files, their sizes in bytes) of a source, also behind an address; None: a name on the hub.
+
+    A size is 0 for an empty file only: where a server does not tell, all count as equally large.
+    """
+    files = local_files(source)
+    if files is not None:
+        return files, [os.path.getsize(file) for file in files]
+    if not is_address(source.path):
+        return None
+    system, protocol = _file_system(source.path), source.path.partition("://")[0]
+    try:
+        found = [source.path]
+        if glob.has_magic(source.path):
+            found = sorted(file if is_address(file) else f"{protocol}://{file}" for file in system.glob(source.path))
+        sizes = [system.info(file).get("size") for file in found]
+    except Exception as error:  # each backend has exceptions of its own
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"data.train: {source.path} cannot be read: {told}", hint="is the address right?") from error
+    if not found:
+        raise InputError(f"data.train: no file matches {source.path}")
+    return found, [1] * len(found) if None in sizes else sizes
+
+
+def corpus_digest(source: Source) -> Any:
+    """Return what stands for the content of a source that is too large to be read: names and sizes of its files."""
+    listed = list_files(source)
+    return ["stream", source.path, source.name, source.split, listed]
+
+
+def first_of_stream(source: Source) -> dict[str, Any] | None:
+    """Return a stream's first row where that needs no library; None where it does."""
+    files = local_files(source)
+    if files is None or Path(files[0]).suffix in COMPRESSED:
+        return None
+    return first_row(source.model_copy(update={"path": files[0]}))
+
+
+def open_source(source: Source, columns: Mapping[str, str]) -> Corpus:
+    """Return the files of a source, each readable from any row on, with columns renamed to what the task expects."""
+    listed = list_files(source)
+    files, sizes = ([], None) if listed is None else listed
+    corpus = open_corpus(_open_hub(source) if listed is None else _open_files(files), sizes, files)
+    return Corpus(corpus.sizes, Renamed(corpus, dict(columns)), corpus.names)
+
+
+def first_rows(source: Source, columns: Mapping[str, str]) -> Dataset:
+    """Return the first rows of the first files of a source, for what must be known of rows before any is trained on."""
+    from datasets import Dataset
+
+    corpus = open_source(source, columns)
+    rows: list[dict[str, Any]] = []
+    for file in range(len(corpus.sizes)):
+        rows += islice(corpus.read(file, 0), FIRST_ROWS - len(rows))
+        if len(rows) == FIRST_ROWS:
+            break
+    if not rows:
+        raise InputError(f"{source.path} has no rows")
+    require_columns(list(rows[0]), columns, source.path)
+    return Dataset.from_list(rows)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Reads a corpus with its columns renamed; what cannot be read is told with its file and row."""
+
+    corpus: Corpus
+    columns: dict[str, str]  # name the task expects -> name in the file
+
+    def __call__(self, file: int, skip: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a file from row `skip` on."""
+        done = skip
+        try:
+            for row in self.corpus.read(file, skip):
+                yield self._renamed(row)
+                done += 1
+        except (InputError, RunError):
+            raise
+        except Exception as error:  # of `datasets`, of pyarrow, or of whatever brings the bytes
+            cause = error.__cause__ or error
+            told = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+            message = f"{self.corpus.name(file)} cannot be read somewhere after row {done}: {told}"
+            raise InputError(message) if isinstance(cause, ValueError) else RunError(message) from error
+
+    def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+        there = set(self.columns.values())
+        kept = {name: value for name, value in row.items() if name not in there and name not in self.columns}
+        return kept | {wanted: row[name] for wanted, name in self.columns.items() if name in row}
+
+
+def stream_facts(recipe: Recipe, processes: int) -> tuple[dict[str, str], list[str]]:
+    """Return what `ftcli check` says of a stream: how many lanes it has, and which process reads how much."""
+    from .streaming import lanes_of
+
+    (source,) = recipe.data.train_sources
+    files = local_files(source)
+    if files is None:
+        return {"stream": f"{source.path}: its files are listed when rows are read, not by check"}, []
+    lanes = share_out([os.path.getsize(file) for file in files], recipe.batch.global_size)
+    count = len(files)
+    told = f"{count} file{'s' * (count > 1)} in {len(lanes)} lane{'s' * (len(lanes) > 1)}"
+    of_each = len(lanes_of(0, processes, len(lanes)))
+    facts = {"stream": told if processes == 1 else f"{told}; each process reads and tokenises {of_each} of them"}
+    if processes == 1 or of_each == 1 < len(lanes):
+        return facts, []
+    whole = "every process reads and tokenises all of it"
+    if count == 1:
+        return facts, [f"data.streaming: 1 file: {whole}; split it into {max(WANTED_FILES, processes)} or more files"]
+    if len(lanes) < min(count, recipe.batch.global_size) and len(lanes) == 1:
+        return facts, [
+            f"data.streaming: {count} files of unequal size (or a batch.global_size {recipe.batch.global_size} that "
+            f"they do not divide) make one lane: {whole}; split it into files of equal size"
+        ]
+    if of_each == len(lanes):
+        hint = f"a multiple of {processes} files of equal size would share it out"
+        return facts, [f"data.streaming: {len(lanes)} lanes over {processes} processes: {whole}; {hint}"]
+    return facts, []
+
+
+def _one_format(files: list[str], name: str) -> None:
+    kinds = {format_of(file) for file in files}
+    if None in kinds:
+        known = ", ".join(FORMATS)
+        odd = next(file for file in files if format_of(file) is None)
+        raise InputError(f"{odd} has no known data format", hint=f"known: {known}, also with {', '.join(COMPRESSED)}")
+    if len(kinds) > 1:
+        told = ", ".join(sorted(map(str, kinds)))
+        raise InputError(f"{name} holds files of several formats: {told}", hint="name one with a pattern: *.jsonl")
+
+
+def _file_system(address: str) -> Any:
+    """Return fsspec's file system for an address; raises `InputError` naming the package that it lacks."""
+    import fsspec
+
+    protocol = address.partition("://")[0]
+    try:
+        return fsspec.filesystem(protocol)
+    except ImportError as error:
+        raise InputError(f"data.train: {protocol}:// cannot be read here: {error}", hint="pip install it") from error
+    except ValueError as error:
+        raise InputError(f"data.train: {address}: unknown protocol {protocol}://") from error
+
+
+def _open_files(files: list[str]) -> IterableDataset:
+    from datasets import load_dataset
+
+    kind = format_of(files[0])
+    assert kind is not None  # it was listed
+    here = [file if is_address(file) else os.path.abspath(file) for file in files]
+    return load_dataset(kind, data_files=here, split="train", streaming=True)
+
+
+def _open_hub(source: Source) -> IterableDataset:
+    from datasets import load_dataset
+
+    from .rows import told_of_hub
+
+    with told_of_hub(source):
+        return load_dataset(source.path, source.name, split=source.split, streaming=True)

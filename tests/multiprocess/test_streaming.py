@@ -1,0 +1,194 @@
+"""A streamed run: one curve on any number of processes, and it goes on where it stopped on any other."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.checkpoint_folder import checkpoint_path, read_state
+from ftcli.errors import InputError
+from ftcli.recipe import Recipe
+from ftcli.run import prepare
+from ftcli.testing import run_on_cpu
+
+from .cells import cell, go_on, save_cell, write_inputs
+from .test_matrix import assert_same, curve
+
+FILES, ROWS = 4, 30
+STEPS = 8
+VARIANTS: dict[str, dict[str, Any]] = {"padded": {}, "packed": {"packing": True, "max_length": 512}}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    (folder / "shards").mkdir()
+    draw = random.Random(1)
+    words = ["alpha", "beta", "gamma", "delta", "eps"]
+    for number in range(FILES):
+        rows = [
+            {
+                "ask": " ".join(draw.choices(words, k=4)),
+                "completion": " ".join(draw.choices(words, k=draw.randint(4, 9))),
+            }
+            for _ in range(ROWS)
+        ]
+        (folder / "shards" / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return folder
+
+
+def recipe(folder: Path, variant: str = "padded", **changes: Any) -> Recipe:
+    source = {"train": str(folder / "shards"), "columns": {"prompt": "ask"}, "streaming": True, "shuffle_buffer": 20}
+    data = source | {"max_length": 128, "eval": {"path": str(folder / "chats.jsonl"), "columns": {"prompt": "prompt"}}}
+    values: dict[str, Any] = {
+        "data": data | VARIANTS[variant] | changes.pop("data", {}),
+        "batch": {"global_size": 12, "micro_size": 3},
+        "train": {"max_steps": STEPS},
+    }
+    return cell(folder, "sft-tied", **values | changes)
+
+
+def curves(folder: Path) -> dict[str, Any]:
+    return {name: curve(recipe(folder, name)) for name in VARIANTS}
+
+
+def packed_curve(folder: Path) -> Any:
+    return curve(recipe(folder, "packed"))
+
+
+@pytest.fixture(scope="module")
+def single(inputs: Path) -> dict[str, Any]:
+    return curves(inputs)
+
+
+def saved_and_resumed(folder: Path, output: Path, at: int = 5) -> tuple[Any, Any]:
+    saved = save_cell(recipe(folder, "packed"), output, at=(at,))
+    return saved, go_on(recipe(folder, "packed"), checkpoint_path(output, at))
+
+
+def goes_on(folder: Path, output: Path) -> Any:
+    return go_on(recipe(folder, "packed"), checkpoint_path(output, 5))["rows"]
+
+
+@pytest.fixture(scope="module")
+def saved(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    output = tmp_path_factory.mktemp("runs") / "run"
+    return output, *saved_and_resumed(inputs, output)
+
+
+def test_the_same_rows_come_at_every_micro_size_and_from_a_loader_process(inputs: Path, single: Any) -> None:
+    assert_same(
+        single["padded"], curve(recipe(inputs, data={"workers": 1}, batch={"global_size": 12, "micro_size": 4}))
+    )
+    assert len({step["samples"] for step in single["padded"]}) == STEPS
+    assert single["packed"][0]["rows"] > 12  # documents
+
+
+def test_a_streamed_run_that_stopped_goes_on_bit_for_bit(saved: tuple[Path, Any, Any]) -> None:
+    _, whole, resumed = saved
+    assert resumed["rows"] == whole["rows"][5:]
+    assert all((resumed["after"][name] == value).all() for name, value in whole["after"].items())
+
+
+def test_a_checkpoint_knows_where_every_lane_stands(saved: tuple[Path, Any, Any]) -> None:
+    table = read_state(checkpoint_path(saved[0], 5))["stream"]
+    assert [row[0] for row in table] == [0, 1, 2, 3]
+
+
+def test_other_files_are_other_rows(inputs: Path, saved: tuple[Path, Any, Any]) -> None:
+    (inputs / "shards" / "4.jsonl").write_bytes((inputs / "shards" / "0.jsonl").read_bytes())
+    try:
+        with pytest.raises(InputError, match="the prepared rows are not those"):
+            prepare(recipe(inputs, "packed"), cpu=True, resume=checkpoint_path(saved[0], 5))
+        with pytest.raises(InputError, match="knows no place in this stream"):
+            prepare(recipe(inputs, "packed"), cpu=True, resume=checkpoint_path(saved[0], 5), resume_anyway=True)
+    finally:
+        (inputs / "shards" / "4.jsonl").unlink()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_cannot_be_used_ends_the_run_with_its_file_and_number(
+    inputs: Path, tmp_path: Path, workers: int
+) -> None:
+    rows = [{"prompt": "alpha", "completion": "beta"}] * 300
+    rows[270] = {"prompt": "alpha", "completion": 7}  # type: ignore[dict-item]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    found = recipe(
+        inputs,
+        data={"train": str(path), "columns": {}, "shuffle_buffer": 12, "workers": workers},
+        train={"max_steps": 30},
+    )
+    with pytest.raises(InputError, match="row 271 of .*rows.jsonl"):
+        curve(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("profile", "processes"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("zero3", 2)])
+def test_a_streamed_run_has_one_curve_on_every_profile(inputs: Path, single: Any, profile: str, processes: int) -> None:
+    for found in run_on_cpu(packed_curve, inputs, processes=processes, profile=profile):
+        assert_same(single["packed"], found)
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_on_another_number_of_processes(
+    inputs: Path, saved: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    wanted = [samples for _, _, samples in saved[1]["rows"]]
+    found = run_on_cpu(goes_on, inputs, saved[0], processes=2, profile="ddp")
+    assert [[samples for _, _, samples in rows] for rows in found] == [wanted[5:]] * 2
+    of_two, again = run_on_cpu(saved_and_resumed, inputs, tmp_path / "run", processes=2, profile="ddp")[0]
+    assert again["rows"] == of_two["rows"][5:]  # bit for bit on the same world
+    assert [samples for _, _, samples in of_two["rows"]] == wanted
+    assert [samples for _, _, samples in goes_on(inputs, tmp_path / "run")] == wanted[5:]
+
+
+def test_check_preview_and_tokenize_tell_of_a_stream(inputs: Path, tmp_path: Path) -> None:
+    from ftcli.planning import check
+    from ftcli.preview import preview_data
+    from ftcli.recipe_file import dump_recipe
+    from ftcli.tokenizing import tokenize
+
+    path = tmp_path / "stream.yaml"
+    path.write_text(dump_recipe(recipe(inputs)))
+    told = "\n".join(tokenize(path))
+    assert "training rows    a stream, tokenised as it comes" in told and "evaluation rows  42" in told
+    report = check(path, data=True)
+    lines = "\n".join(report.lines())
+    assert report.plan.steps == STEPS and report.plan.rows is None
+    for fact in ("4 files in 4 lanes", "as they come", "shards: prompt and completion"):
+        assert fact in lines
+    shown = preview_data(path, rows=2)
+    assert [row.number for row in shown.rows] == [1, 2]
+    text = "\n".join(shown.lines())
+    assert "row 1 of shards (the first rows of the stream), not yet shuffled" in text and "an epoch" not in text
+
+
+def test_the_command_line_trains_a_stream_and_goes_on_with_it(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ftcli.__main__ import main
+    from ftcli.recipe_file import dump_recipe
+    from ftcli.run_folder import RunFolder
+
+    monkeypatch.chdir(tmp_path)
+    path, constant = tmp_path / "stream.yaml", {"name": "constant", "warmup_steps": 0}
+    path.write_text(dump_recipe(recipe(inputs, schedule=constant, train={"max_steps": 4})))
+    for arguments in (["--output", "whole"], ["--output", "two", "--set", "train.max_steps=2"]):
+        with pytest.raises(SystemExit) as end:
+            main(["train", str(path), "--cpu", *arguments])
+        assert end.value.code == 0
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(path), "--cpu", "--output", "two", "--resume", "auto"])
+    assert end.value.code == 0
+    whole, two = (RunFolder(tmp_path / name) for name in ("whole", "two"))
+    kept = ("loss", "grad_norm", "samples", "items")
+    curves = [[[row.get(name) for name in kept] for row in run.metrics() if "loss" in row] for run in (whole, two)]
+    assert curves[0] == curves[1] and len(curves[0]) == 4
+    assert "epoch" not in next(iter(whole.metrics()))
+    assert (two.final / "config.json").exists() and (two.path / "probe.safetensors").exists()

@@ -138,7 +138,7 @@ def encode_rows(task: Task, rows: list[Row], facts: dict[str, Any]) -> list[list
     found: list[list[Row] | RowError] = []
     for row in rows:
         try:
-            documents = task.encode(row, facts)
+            documents: Any = task.encode(row, facts)
         except RowError as error:
             found.append(error)
             continue

@@ -95,4 +95,5 @@ def test_raw_text_is_learnt_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
     evaluations = [row["eval/perplexity"] for row in run.metrics() if "eval/perplexity" in row]
     assert evaluations[-1] < 0.6 * evaluations[0]
     (answer,) = ftcli.generate(tmp_path / "run", ["Return the"], max_new_tokens=8, cpu=True)
-    assert answer == [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()][-1]["answer"] != ""
+    samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert answer == json.loads(samples[-1])["answer"] != ""

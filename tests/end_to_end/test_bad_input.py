@@ -390,6 +390,7 @@ def test_a_deepspeed_profile_without_deepspeed_is_refused(inputs: Path, tmp_path
     assert "Traceback" not in result.stderr and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_bad_row_that_launched_ranks_find_is_the_last_thing_said(inputs: Path, tmp_path: Path) -> None:
     recipe, output = write_recipe(tmp_path, {"data": {"train": "messages.jsonl"}}), tmp_path / "run"
     arguments = ("--profile", "ddp", "--cpu", "--num-processes", "2", "--output", output)

@@ -120,6 +120,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_the_last_thing_said(inputs: Pa
     assert not _processes_of(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_an_exception_under_the_bare_line_ends_all_ranks_too(inputs: Path, tmp_path: Path) -> None:
     result = start(inputs, *bare("train", "failing.yaml", "--output", tmp_path / "run"))
     assert result.returncode == 1

@@ -137,7 +137,7 @@ def test_the_last_checkpoint_is_exported_as_the_final_weights_file_by_file(
     ("name", "source", "dtype"),
     [
         pytest.param("sft-tied", "final", "bfloat16", marks=pytest.mark.slow),
-        ("sft-tied", "checkpoint", "float16"),
+        pytest.param("sft-tied", "checkpoint", "float16", marks=pytest.mark.slow),
         pytest.param("sft-lora", "final", "float16", marks=pytest.mark.slow),
         ("sft-lora", "checkpoint", "bfloat16"),
     ],

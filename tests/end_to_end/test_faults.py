@@ -211,13 +211,16 @@ def test_a_full_device_is_told_with_the_micro_sizes_that_fit(train: Ftcli, tmp_p
     assert RunFolder(tmp_path / "run").status()["exit_code"] == 2
 
 
-def test_two_ranks_name_the_bad_one_a_full_one_and_one_that_hangs(inputs: Path, tmp_path: Path) -> None:
+def test_two_ranks_name_the_bad_one(inputs: Path, tmp_path: Path) -> None:
     ids = ids_of(4)
     code, said = train_on_two(inputs, tmp_path / "bad", BAD_IDS=str(ids[-1]))
     assert code == 1 and "loop.py" not in said, said  # no stack of ours; the launcher's own stands there
     assert f"not finite on rank 1, samples {str(sorted(ids[3:]))[1:-1]}." in said.splitlines()[-1]
     assert saved_steps(tmp_path / "bad") == [2]
 
+
+@pytest.mark.slow
+def test_two_ranks_name_one_whose_device_is_full(inputs: Path, tmp_path: Path) -> None:
     code, said = train_on_two(inputs, tmp_path / "full", FULL_AT="3")
     assert (
         code == 2
@@ -226,6 +229,9 @@ def test_two_ranks_name_the_bad_one_a_full_one_and_one_that_hangs(inputs: Path, 
         and "set batch.micro_size to 1:" in said
     ), said
 
+
+@pytest.mark.slow
+def test_two_ranks_name_one_that_hangs(inputs: Path, tmp_path: Path) -> None:
     code, said = train_on_two(inputs, tmp_path / "hung", HANG_AT="1:6")
     assert code == 0, said
     lines = [line for line in said.splitlines() if "usually" in line]

@@ -133,7 +133,8 @@ def assert_same_curve(folder: RunFolder, single: RunFolder) -> None:
             assert found[key] == pytest.approx(wanted[key], rel=1e-4 if key == "grad_norm" else 1e-5), key
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
 def test_an_error_on_one_machine_ends_the_other_and_both_say_it(rank: int, inputs: Path, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     began = time.monotonic()

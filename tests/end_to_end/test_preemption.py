@@ -269,7 +269,10 @@ def test_a_signal_while_the_final_weights_are_written_lets_the_run_finish(
     assert_same_run(tmp_path / "run", never_stopped)
 
 
-@pytest.mark.parametrize(("number", "code"), [("SIGTERM", -15), ("SIGUSR1", -10), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [("SIGTERM", -15), *(pytest.param(n, c, marks=pytest.mark.slow) for n, c in (("SIGUSR1", -10), ("SIGINT", 130)))],
+)
 def test_a_second_signal_ends_the_run_at_once_as_any_process(
     number: str, code: int, inputs: Path, tmp_path: Path
 ) -> None:

@@ -203,7 +203,7 @@ def _refuses_an_export_of_other_weights(run: Path, ftcli: Ftcli) -> None:
     assert names(run.parent) == before
 
 
-@pytest.mark.parametrize("changes", [LORA, TEXT | LORA], ids=["sft", "text"])
+@pytest.mark.parametrize("changes", [LORA, pytest.param(TEXT | LORA, marks=pytest.mark.slow)], ids=["sft", "text"])
 def test_an_adapter_is_exported_as_it_is_and_merged(
     changes: dict[str, Any], train: Callable[..., Path], ftcli: Ftcli
 ) -> None:

@@ -182,6 +182,7 @@ def test_checkpoints_that_cannot_be_written_are_told_before_the_first_step(
     assert "checkpoints is no folder that can be written to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_on_one_rank_ends_the_run_soon_and_names_the_rank(inputs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--profile", "ddp", "--cpu"]

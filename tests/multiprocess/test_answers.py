@@ -77,6 +77,7 @@ def assert_equal(alone: dict[str, Any], found: list[dict[str, Any]]) -> None:
                 assert a == pytest.approx(b, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_sharded_weights_give_the_same_answers_and_a_bit_equal_curve(inputs: Path, alone: dict[str, Any]) -> None:
     assert_equal(alone, run_on_cpu(curves, inputs, CASES[:1], profile="fsdp"))
 

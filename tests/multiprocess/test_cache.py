@@ -26,8 +26,8 @@ build = cache._build
 def counted(*arguments):
     Path(sys.argv[2]).open("a").write("built\\n")
     if sys.argv[3] == "slow":
-        encode = task.encode
-        task.encode = lambda row, facts: (__import__("time").sleep(0.5), encode(row, facts))[1]
+        encode = task.encode_rows
+        task.encode_rows = lambda rows, facts: (__import__("time").sleep(5), encode(rows, facts))[1]
     build(*arguments)
 cache._build = counted
 print(len(prepare_rows(recipe, task).train))
@@ -47,10 +47,11 @@ def start(inputs: Path, log: Path, cache: Path, pace: str = "fast") -> subproces
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
 
 
-def test_processes_that_want_the_same_rows_at_once_build_them_once(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_processes_that_want_the_same_rows_at_once_build_them_once(count: int, inputs: Path, tmp_path: Path) -> None:
     cache, log = tmp_path / "cache", tmp_path / "log"
-    children = [start(inputs, log, cache) for _ in range(8)]
-    assert [child.communicate(timeout=120)[0].split()[-1] for child in children] == ["37"] * 8
+    children = [start(inputs, log, cache) for _ in range(count)]
+    assert [child.communicate(timeout=120)[0].split()[-1] for child in children] == ["37"] * count
     assert log.read_text() == "built\n"
 
 

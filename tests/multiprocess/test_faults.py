@@ -189,8 +189,7 @@ def go_back(folder: Path, output: Path, workers: int) -> dict[str, Any]:
         pytest.param(
             "single", 2, marks=pytest.mark.slow
         ),  # which hold rows that were asked for before the run went back
-        ("ddp", 0),
-        *(pytest.param(p, 0, marks=pytest.mark.slow) for p in ("fsdp", "zero2", "zero3")),
+        *(pytest.param(p, 0, marks=pytest.mark.slow) for p in ("ddp", "fsdp", "zero2", "zero3")),
     ],
 )
 def test_a_run_goes_back_to_its_checkpoint_and_on_without_the_rows_of_the_bad_step(

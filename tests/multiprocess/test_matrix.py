@@ -172,6 +172,7 @@ def faulty(inputs: Path) -> list[dict[str, list[dict[str, Any]]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_without_one_of_the_guards_leaves_the_curve(fault: str, faulty: list[dict[str, Any]]) -> None:
     wanted, found = faulty[0]["none"], faulty[1][fault]

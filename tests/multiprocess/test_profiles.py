@@ -77,7 +77,7 @@ def test_the_curve_falls_and_the_weights_move(single: dict[str, Any]) -> None:
         assert found["rows"][-1]["loss"] < found["rows"][0]["loss"], name
 
 
-@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("micro", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_micro_size_does_not_move_the_curve(micro: int, inputs: Path, single: dict[str, Any]) -> None:
     changed = {"batch": {"global_size": 12, "micro_size": micro}}
     found = run_on_cpu(train_cells, inputs, ["sft-tied"], changed, processes=3, profile="ddp")

@@ -75,6 +75,7 @@ def assert_same_bits(wanted: Curves, resumed: Curves) -> None:
             assert np.array_equal(resumed[name]["after"][key], value), key
 
 
+@pytest.mark.slow
 def test_a_ring_of_profiles_goes_on_from_each_other_and_each_from_itself_bit_for_bit(
     inputs: Path, saves: Path, single: Curves
 ) -> None:

@@ -115,7 +115,8 @@ def test_a_checkpoint_on_the_way_is_exported_with_its_own_logits(
     assert ("library_name: peft" in (target / "README.md").read_text()) == adapted
 
 
-@pytest.mark.parametrize("name", [pytest.param("sft-tied", marks=pytest.mark.slow), "mobilenet"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft-tied", "mobilenet"])
 def test_the_last_checkpoint_is_exported_as_the_final_weights_file_by_file(
     name: str, runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def largest_difference(text: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_twice_in_one_kernel_with_equal_curves_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

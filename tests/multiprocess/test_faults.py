@@ -186,9 +186,8 @@ def go_back(folder: Path, output: Path, workers: int) -> dict[str, Any]:
     ("profile", "workers"),
     [
         ("single", 0),
-        pytest.param(
-            "single", 2, marks=pytest.mark.slow
-        ),  # which hold rows that were asked for before the run went back
+        # workers hold rows that were asked for before the run went back
+        pytest.param("single", 2, marks=pytest.mark.slow),
         *(pytest.param(p, 0, marks=pytest.mark.slow) for p in ("ddp", "fsdp", "zero2", "zero3")),
     ],
 )

@@ -116,7 +116,7 @@ def look_inside(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=["ddp", *HANDED_OUT])
+@pytest.fixture(scope="module", params=[pytest.param("ddp", marks=pytest.mark.slow), *HANDED_OUT])
 def insides(request: pytest.FixtureRequest, inputs: Path) -> tuple[str, list[dict[str, Any]]]:
     return request.param, run_on_cpu(look_inside, inputs, profile=request.param)
 

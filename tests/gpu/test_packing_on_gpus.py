@@ -1,0 +1,77 @@
+"""Documents in one row on a GPU: torch's own kernel in half precision, the loop in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftcli.testing import run_on_processes
+
+from ..multiprocess.cells import cell, write_inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "padding-free": {"padding_free": True},
+    "packed": {"packing": True},
+}
+MOST = {"fp32": 1e-5, "bf16": 5e-3}  # of the loss, relative
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def losses(folder: Path, precision: str) -> dict[str, list[float]]:
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    found = {}
+    for name, layout in LAYOUTS.items():
+        data = {"train": {"path": str(folder / "chats.jsonl")}, "eval_rows": 5, "max_length": 256} | layout
+        found[name] = [step.loss for step in steps(prepare(cell(folder, "sft-tied", precision=precision, data=data)))]
+    return found
+
+
+@pytest.mark.parametrize("precision", MOST)
+def test_rows_laid_end_to_end_give_the_curve_of_padded_ones(precision: str, inputs: Path) -> None:
+    (found,) = run_on_processes(losses, inputs, precision, processes=1, profile="single")
+    assert found["padding-free"] == pytest.approx(found["padded"], rel=MOST[precision])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("profile", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("precision", MOST)
+def test_two_gpus_give_the_packed_curve_of_one(profile: str, precision: str, inputs: Path) -> None:
+    (wanted,) = run_on_processes(losses, inputs, precision, processes=1, profile="single")
+    for found in run_on_processes(losses, inputs, precision, processes=2, profile=profile):
+        assert found["packed"] == pytest.approx(wanted["packed"], rel=MOST[precision])
+
+
+def test_torchs_kernel_gives_each_document_what_it_has_alone() -> None:
+    from ftcli.attention import attend
+
+    torch.manual_seed(0)
+    lengths = [3, 70, 1, 200]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+    query, key, value = (
+        torch.randn(1, heads, sum(lengths), 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
+    )
+    module = torch.nn.Identity()
+    module.is_causal, module.num_key_value_groups = True, 2
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")
+        whole, _ = attend(module, query, key, value, bounds[None, None, None], max_length_q=200)
+        torch.cuda.set_sync_debug_mode("default")
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone, _ = attend(module, query[:, :, part], key[:, :, part], value[:, :, part], None)
+        torch.testing.assert_close(whole[:, part], alone, rtol=2e-2, atol=2e-2)
+        start += length

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -163,6 +162,25 @@ def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, pro
         return run_on_processes(function, *args, processes=processes, profile=profile)
 
 
+def meeting_point(processes: int) -> tuple[Any, dict[str, str]]:
+    """Return a store that this process serves, and the environment with which `processes` ranks of one host meet there.
+
+    A port that is looked for here and opened by rank 0 seconds later may be taken by then; this one is open already,
+    and torch's ranks join it as they join the one of torchrun's agent. The ranks can meet while the store is kept.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
 def run_on_processes(function: Callable[..., Any], *args: Any, processes: int = 2, profile: str = "ddp") -> list[Any]:
     """Return what `function(*args)` returned on each of `processes` ranks under a profile's environment.
 
@@ -170,17 +188,8 @@ def run_on_processes(function: Callable[..., Any], *args: Any, processes: int = 
     exception on any rank is raised here with that rank's traceback.
     """
     context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        **profile_environment(profile, processes),
-    }
+    store, shared = meeting_point(processes)  # the store lives as long as this name
+    shared |= {"OMP_NUM_THREADS": "1", **profile_environment(profile, processes)}
     if profile == "single":
         shared = {"OMP_NUM_THREADS": "1"}
     results: Any = context.Queue()

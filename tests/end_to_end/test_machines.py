@@ -6,6 +6,7 @@ They share the disk, as nodes of a cluster do; what differs from real machines i
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -53,9 +54,7 @@ def environment() -> dict[str, str]:
 
 def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path, *changes: str) -> list[Ended]:
     """Start two launchers, machine 0 first, and return how each ended; `changes` go to --set."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     line = [sys.executable, "-m", "ftcli", "train", recipe, "--profile", profile, "--cpu", "--num-processes", "2"]
     line += ["--main-process-ip", "127.0.0.1", "--main-process-port", str(port), "--output", str(output)]
     line += [word for change in changes for word in ("--set", change)]
@@ -83,6 +82,15 @@ def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path, *chan
         for machine in machines:
             machine.kill()
     return ended
+
+
+def _free_port() -> int:
+    """Return a port that nobody has, below those that a system hands out by itself: nobody gets it in the meantime."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def _listens(port: int) -> bool:

@@ -11,14 +11,13 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ftcli.testing import environment, profile_environment
+from ftcli.testing import environment, meeting_point, profile_environment
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 PRELOADED = ["deepspeed", "peft", "datasets", "ftcli.run", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher"]
@@ -36,12 +35,9 @@ def train(recipe: Path, output: Path, profile: str, kill: Moment | None) -> tupl
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     world = 1 if profile == "single" else 2
-    shared = {} if world == 1 else profile_environment(profile, world) | {"WORLD_SIZE": str(world)}
-    shared |= {} if world == 1 else {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    store, shared = meeting_point(world)  # the store lives as long as this name
+    shared = {} if world == 1 else shared | profile_environment(profile, world)
     with environment(**HIDDEN):
         seen: Any = context.SimpleQueue()
         pids = context.Array("i", world)

@@ -141,9 +141,9 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Validate recipe and profile, print the plan."""
-    from . import planning
+    from . import checks
 
-    report = planning.check(recipe, profile, num_processes=num_processes, cpu=cpu, overrides=set_ or (), data=data)
+    report = checks.check(recipe, profile, num_processes=num_processes, cpu=cpu, overrides=set_ or (), data=data)
     print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
     raise typer.Exit(report.exit_code)
 

@@ -154,7 +154,7 @@ def test_law_7_every_key_says_what_it_means_and_every_number_is_bounded(path: st
 
 def test_law_8_shell_and_notebook_call_the_same_functions() -> None:
     source = (PACKAGE / "cli.py").read_text()
-    for verb in ("launcher.train", "planning.check", "exports.export", "generation.generate", "module.preview_data"):
+    for verb in ("launcher.train", "checks.check", "exports.export", "generation.generate", "module.preview_data"):
         assert f"{verb}(" in source
 
 

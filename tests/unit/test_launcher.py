@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ftcli import launcher, planning
+from ftcli import checks, launcher
 from ftcli.devices import check_devices, count_gpus, count_processes
 from ftcli.errors import InputError
 from ftcli.launcher import Machines
@@ -217,15 +217,15 @@ def test_machines_that_the_profile_fixes_count_too(recipe: Path, four_gpus: None
 def test_processes_that_do_not_fit_the_copies_are_refused_and_the_key_named(
     recipe: Path, processes: int, message: str
 ) -> None:
-    for verb in (launcher.train, planning.check):
+    for verb in (launcher.train, checks.check):
         with pytest.raises(InputError, match=message):
             verb(recipe, "hsdp", num_processes=processes, cpu=True, overrides=["batch.global_size=12"])
     assert not Path("runs").exists()
-    assert planning.check(recipe, "hsdp", num_processes=4, cpu=True).plan.processes == 4
+    assert checks.check(recipe, "hsdp", num_processes=4, cpu=True).plan.processes == 4
 
 
 def test_check_counts_the_machines_of_a_profile(recipe: Path, four_gpus: None) -> None:
-    report = planning.check(recipe, "ddp_multi_node", overrides=["batch.global_size=8"])
+    report = checks.check(recipe, "ddp_multi_node", overrides=["batch.global_size=8"])
     assert report.plan.processes == 8
     assert not any("visible GPU" in note for note in report.notes)
 

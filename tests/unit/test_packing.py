@@ -16,7 +16,7 @@ from ftcli.attention import ARCHITECTURES
 from ftcli.errors import InputError
 from ftcli.loaders import Collate, Rows
 from ftcli.packing import Bins, pack
-from ftcli.planning import check
+from ftcli.checks import check
 from ftcli.sampling import PADDING, TrainOrder, digest
 
 SETS = st.integers(1, 40).flatmap(

@@ -36,6 +36,7 @@ LIGHT_MODULES = [
     "comparison",
     "curves",
     "launcher",
+    "launch_command",
     "machines",
     "supervision",
     "devices",

@@ -67,6 +67,7 @@ def test_law_1_only_hardware_and_profiles_name_backends() -> None:
         "profile_keys.py",
         "profile_rules.py",
         "launcher.py",
+        "launch_command.py",
         "devices.py",
         "testing.py",
         "cli.py",

@@ -48,10 +48,10 @@ def work(
 
     folder = RunFolder(output)
     is_main = int(os.environ.get("RANK", "0")) == 0
-    is_ours = "FTCLI_LAUNCHED" in os.environ  # our parent claimed the folder already
-    if is_main and not is_ours:
+    has_parent = "FTCLI_LAUNCHED" in os.environ  # an ftcli that launched this process, and claimed the folder
+    if is_main and not has_parent:
         folder.claim(resuming=resuming)  # before failures are recorded: a refusal must leave no trace in another's run
-    is_alone = not is_ours and os.environ.get("WORLD_SIZE", "1") == "1"
+    is_alone = not has_parent and os.environ.get("WORLD_SIZE", "1") == "1"
     with record_failure(folder), Heartbeat(folder) as heart, StopRequest.listening(folder) as stop:
         watch_parent()
         watch_peers(folder)

@@ -18,6 +18,9 @@ HEAVY = {"torch", "transformers", "datasets", "accelerate", "peft", "deepspeed"}
 LIGHT_MODULES = [
     "__main__",
     "cli",
+    "cli_options",
+    "cli_recipes",
+    "cli_runs",
     "attention",
     "corpora",
     "streaming",

@@ -96,7 +96,8 @@ class Heartbeat:
 
     def _write(self, beat: Beat) -> None:
         assert self._folder is not None
-        told = asdict(beat) | {"seconds": time.monotonic() - beat.since}
+        who = {"process": os.getpid(), "launch": os.environ.get("FTCLI_LAUNCHED", "")}  # read by rank_watch.py
+        told = asdict(beat) | {"seconds": time.monotonic() - beat.since} | who
         del told["since"]  # means nothing to another process
         RunFolder(self._folder).write_json(f"rank-{self.rank}.json", told)
 

@@ -185,7 +185,7 @@ def test_a_request_without_a_folder_never_asks() -> None:
 
 HANGS = """
 import json, sys, time; from pathlib import Path; from ftcli import faults
-faults.PEER_GRACE_SECONDS = 1.1
+faults.PEER_GRACE_SECONDS = 0.5
 faults.watch_peers(sys.argv[1])
 began = time.monotonic()
 record = {"rank": 1, "time": time.time() + float(sys.argv[2]), "exit_code": 1, "message": "m", "traceback": ""}
@@ -202,7 +202,7 @@ def test_a_rank_that_hangs_ends_some_seconds_after_a_peer_has_failed_whatever_th
 ) -> None:
     result = run_script(HANGS, str(tmp_path), str(clock), RANK="0")
     assert result.returncode == 1 and "another rank has failed" in result.stderr
-    assert 1.1 < float(result.stdout) < 6  # it could still have ended by itself
+    assert 1.5 < float(result.stdout) < 6  # it could still have ended by itself
 
 
 def test_a_failure_of_an_earlier_run_ends_no_rank_though_its_clock_was_ahead(tmp_path: Path) -> None:

@@ -29,12 +29,11 @@ def test_the_rank_with_the_fewest_phases_is_the_slowest(tmp_path: Path) -> None:
     assert describe_slowest(tmp_path, 3, Changes()).startswith("the slowest, ranks 1, 2 are in forward")
 
 
-@pytest.mark.parametrize("clock", [-7200, 7200])
 def test_a_rank_that_is_silent_or_absent_is_told_whatever_its_machine_believes_the_time_to_be(
-    clock: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "WRITE_SECONDS", 0.1)
-    changes, its_time = Changes(), time.time() + clock
+    changes, its_time = Changes(), time.time() - 7200
     write(tmp_path, 0)
     assert describe_slowest(tmp_path, 2, changes) == "rank 1 has written no heartbeat yet"
     write(tmp_path, 1, count=39)

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_folder import checkpoints_of, size_of
+from .checkpoint_folder import COMPLETE, checkpoints_of, size_of
 from .errors import DiskError, InputError
 
 OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "checkpoints", "final")  # a folder that holds one of these is somebody's
@@ -48,6 +48,14 @@ class RunFolder:
     def final(self) -> Path:
         """Folder of the trained weights."""
         return self.path / "final"
+
+    def since_final(self) -> Path | None:
+        """Return the newest checkpoint if the run went on after it wrote its final weights; else None."""
+        newest = checkpoints_of(self.path)[-1:]
+        if not newest or not self.final.is_dir():
+            return None
+        went_on = (newest[0] / COMPLETE).stat().st_mtime_ns > self.final.stat().st_mtime_ns
+        return newest[0] if went_on else None
 
     @property
     def stop_file(self) -> Path:

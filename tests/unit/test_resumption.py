@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -296,3 +297,16 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_nothing_half_written(tmp_p
     with pytest.raises(DiskError, match="status.json could not be written: Is a directory"):
         RunFolder(tmp_path).write_status("running", 1, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
+
+
+def test_final_weights_that_a_run_went_on_from_are_told_where_they_are_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ftcli.exports import _find
+
+    save(tmp_path, 5)
+    (tmp_path / "final").mkdir()
+    assert _find(tmp_path) == (tmp_path / "final", None) and capsys.readouterr().err == ""
+    os.utime(tmp_path / "final", (1, 1))
+    assert _find(tmp_path) == (tmp_path / "final", None)
+    assert f"to export the newest: {checkpoint_path(tmp_path, 5)}" in capsys.readouterr().err

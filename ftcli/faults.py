@@ -228,13 +228,14 @@ def watch_parent() -> None:
         return
     import psutil
 
-    parent = int(os.environ["FTCLI_PARENT"])
-    birth = psutil.Process(parent).create_time() if psutil.pid_exists(parent) else None
+    parent: psutil.Process | None = None
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(int(os.environ["FTCLI_PARENT"]))
 
     def is_gone() -> bool:
+        # Not by its time of creation, which psutil derives from the wall clock: it changes when that is set.
         try:
-            process = psutil.Process(parent)
-            return bool(process.create_time() != birth or process.status() == psutil.STATUS_ZOMBIE)
+            return parent is None or not parent.is_running() or parent.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 

@@ -233,6 +233,18 @@ def test_a_process_whose_parent_is_already_gone_ends(tmp_path: Path) -> None:
     assert result.returncode == 1 and "is gone" in result.stderr
 
 
+def test_a_clock_that_is_set_does_not_make_a_parent_look_gone() -> None:
+    script = (
+        "import time, psutil; from ftcli.faults import watch_parent\n"
+        "watch_parent()\n"
+        "booted = psutil._pslinux.boot_time()  # which the system derives from its clock\n"
+        "psutil._pslinux.boot_time = lambda: booted + 3600.0\n"
+        "time.sleep(1.5)"
+    )
+    result = run_script(script, FTCLI_PARENT=str(os.getpid()))
+    assert result.returncode == 0, result.stderr
+
+
 def test_loader_workers_ignore_stop_signals() -> None:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     ignore_signals_in_workers(0)

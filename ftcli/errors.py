@@ -44,6 +44,10 @@ class RunError(Exception):
     """The training itself went wrong, and no line of code is to blame."""
 
 
+class DiskError(RunError, OSError):
+    """A file of the run could not be written: its disk is full, or takes no files any more."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a "did you mean" sentence for `word`, or an empty string when nothing known is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -134,6 +134,10 @@ def _find(source: Path) -> tuple[Path | None, Path | None]:
         return None, source
     run = RunFolder(source)
     if run.final.is_dir():
+        if newer := run.since_final():
+            print(
+                f"ftcli: the run went on after its final weights; to export the newest, name {newer}", file=sys.stderr
+            )
         return run.final, None
     found, problems = newest_intact(source) if checkpoints_of(source) else (None, [])
     if problems and not found:

@@ -78,10 +78,16 @@ def _write_record(folder: Path, error: BaseException) -> None:
 
 
 def failure_records(folder: RunFolder | str | Path) -> list[dict[str, Any]]:
-    """Return the failures that ranks have recorded in a run folder, the earliest first."""
-    paths = (_path_of(folder) / "errors").glob("rank-*.json")
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    return sorted(records, key=lambda record: (record["time"], record["rank"]))
+    """Return the failures that ranks have recorded in a run folder, the earliest first.
+
+    Which came first is told by the file system's clock: ranks of several machines have clocks of their own.
+    """
+    found: list[tuple[int, float, int, dict[str, Any]]] = []
+    for path in (_path_of(folder) / "errors").glob("rank-*.json"):
+        with suppress(FileNotFoundError):  # an earlier run's, and the main rank has just cleared the folder
+            written, record = path.stat().st_mtime_ns, json.loads(path.read_text(encoding="utf-8"))
+            found.append((written, record["time"], record["rank"], record))
+    return [record for *_, record in sorted(found, key=lambda item: item[:3])]
 
 
 class Stopped(KeyboardInterrupt):
@@ -222,13 +228,14 @@ def watch_parent() -> None:
         return
     import psutil
 
-    parent = int(os.environ["FTCLI_PARENT"])
-    birth = psutil.Process(parent).create_time() if psutil.pid_exists(parent) else None
+    parent: psutil.Process | None = None
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(int(os.environ["FTCLI_PARENT"]))
 
     def is_gone() -> bool:
+        # Not by its time of creation, which psutil derives from the wall clock: it changes when that is set.
         try:
-            process = psutil.Process(parent)
-            return bool(process.create_time() != birth or process.status() == psutil.STATUS_ZOMBIE)
+            return parent is None or not parent.is_running() or parent.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
@@ -239,13 +246,17 @@ def watch_peers(folder: RunFolder | str | Path) -> None:
     """End this process when another rank has recorded a failure and this one still hangs ten seconds later.
 
     A rank that waits inside a collective for a dead peer cannot run Python's signal handlers, and torchrun
-    would wait thirty seconds before it kills it.
+    would wait thirty seconds before it kills it. The seconds are counted here, from when the record was seen: clocks
+    of machines differ, and may be set.
     """
-    began, path = time.time(), _path_of(folder)
+    path = _path_of(folder)
+    stale = failure_records(path)  # an earlier run's
+    seen: list[float] = []
 
     def peer_failed() -> bool:
-        others = [item for item in failure_records(path) if item["rank"] != _rank() and item["time"] >= began]
-        return bool(others) and time.time() - others[0]["time"] > PEER_GRACE_SECONDS
+        if any(record["rank"] != _rank() and record not in stale for record in failure_records(path)):
+            seen.append(time.monotonic())
+        return bool(seen) and time.monotonic() - seen[0] > PEER_GRACE_SECONDS
 
     _watch("ftcli-peers", peer_failed, "another rank has failed")
 

@@ -2,7 +2,8 @@
 
 Phase changes are counted. All ranks go through the same ones, so the rank with the fewest is the one that the others
 wait for. The main thread only notes a change; a thread writes the file every two seconds, so that no slow disk holds
-up a step, and on rank 0 looks whether this step takes much longer than steps do. Light: never imports torch.
+up a step, and on rank 0 looks whether this step takes much longer than steps do. Durations are measured where they are
+told, on a clock that nobody can set: those of two machines are never compared. Light: never imports torch.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ APART = ("loading", "evaluating", "answering", "saving")  # laps of their own; a
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank is at. Times are seconds since the epoch, by the clock of that rank's machine."""
+    """What one rank is at."""
 
     count: int  # phase changes so far
     phase: str
     step: int  # optimizer steps done
-    since: float
+    since: float  # when the phase began, on this process's monotonic clock
 
 
 class Heartbeat:
@@ -44,11 +45,12 @@ class Heartbeat:
 
     def __init__(self, folder: RunFolder | None = None) -> None:
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.now = Beat(0, APART[0], 0, time.time())
+        self.now = Beat(0, APART[0], 0, time.monotonic())
         self._folder = None if folder is None else folder.path / HEARTBEATS
         self._lap, self._lap_began = (APART[0], 0), time.monotonic()
         self._laps: dict[str, deque[float]] = {}
         self._told: float | None = None
+        self._changes = Changes()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._live, name="ftcli-heartbeat", daemon=True)
 
@@ -74,7 +76,7 @@ class Heartbeat:
 
     def beat(self, phase: str, step: int) -> None:
         """Note that this process enters a phase; costs about a microsecond."""
-        self.now = Beat(self.now.count + 1, phase, step, time.time())
+        self.now = Beat(self.now.count + 1, phase, step, time.monotonic())
         lap = (phase if phase in APART else "step", step)
         if lap != self._lap:
             began = time.monotonic()
@@ -85,11 +87,19 @@ class Heartbeat:
         assert self._folder is not None
         while True:
             with contextlib.suppress(OSError):  # a full disk, or a file of a rank that has just ended
-                RunFolder(self._folder).write_json(f"rank-{self.rank}.json", asdict(self.now) | {"time": time.time()})
+                self._write(self.now)
                 if self.rank == 0:
+                    self._changes.look(self._folder)
                     self._look()
             if self._end.wait(WRITE_SECONDS):
                 return
+
+    def _write(self, beat: Beat) -> None:
+        assert self._folder is not None
+        who = {"process": os.getpid(), "launch": os.environ.get("FTCLI_LAUNCHED", "")}  # read by rank_watch.py
+        told = asdict(beat) | {"seconds": time.monotonic() - beat.since} | who
+        del told["since"]  # means nothing to another process
+        RunFolder(self._folder).write_json(f"rank-{self.rank}.json", told)
 
     def _look(self) -> None:
         """Say, once for each lap that is far too long, which rank the others wait for."""
@@ -104,10 +114,32 @@ class Heartbeat:
         name = "loading" if kind == "loading" else f"{'' if kind == 'step' else f'{kind} after '}step {step}"
         compared = "" if usual is None else f", usually {usual:.1f} s"
         assert self._folder is not None
-        say(f"ftcli: {name} has taken {elapsed:.0f} s{compared}: {describe_slowest(self._folder, self.world)}")
+        slowest = describe_slowest(self._folder, self.world, self._changes)
+        say(f"ftcli: {name} has taken {elapsed:.0f} s{compared}: {slowest}")
 
 
-def describe_slowest(folder: Path, world: int) -> str:
+class Changes:
+    """When the heartbeats in a folder last changed, as seen from this process by its own monotonic clock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[tuple[int, int], float]] = {}  # name -> (what the file was, since when)
+
+    def look(self, folder: Path) -> None:
+        """Note which files are others than at the last look."""
+        now = time.monotonic()
+        for entry in os.scandir(folder):
+            facts = entry.stat()
+            stamp = facts.st_ino, facts.st_mtime_ns
+            if self._seen.get(entry.name, (None, 0.0))[0] != stamp:
+                self._seen[entry.name] = stamp, now
+
+    def silence(self, rank: int) -> float:
+        """Return for how many seconds a rank's heartbeat has been the same."""
+        name = f"rank-{rank}.json"
+        return time.monotonic() - self._seen[name][1] if name in self._seen else 0.0
+
+
+def describe_slowest(folder: Path, world: int, changes: Changes) -> str:
     """Return which rank is behind the others by the files in `folder`, and what it is at."""
     beats: dict[int, dict[str, Any]] = {}
     for rank in range(world):
@@ -118,8 +150,8 @@ def describe_slowest(folder: Path, world: int) -> str:
     least = min(beat["count"] for beat in beats.values())
     behind = [rank for rank, beat in beats.items() if beat["count"] == least]
     slowest = beats[behind[0]]
-    where = f"{slowest['phase']} (step {slowest['step']}) for {slowest['time'] - slowest['since']:.0f} s"
-    silent = time.time() - slowest["time"]
+    where = f"{slowest['phase']} (step {slowest['step']}) for {slowest['seconds']:.0f} s"
+    silent = changes.silence(behind[0])
     if silent > 5 * WRITE_SECONDS:
         where += f", and has written no heartbeat for {silent:.0f} s"
     if len(behind) == world:

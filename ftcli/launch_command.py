@@ -109,8 +109,8 @@ def launch(
 
 
 def _torchrun() -> dict[str, str]:
-    """Return what makes torchrun leave stop signals to us, and wait briefly for ranks whose peer has failed."""
-    return {"PET_SIGNALS_TO_HANDLE": ENDING.name, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
+    """Return what makes torchrun leave stop signals to us (known since torch 2.10)."""
+    return {"PET_SIGNALS_TO_HANDLE": ENDING.name}
 
 
 def _flight_recorder(folder: RunFolder) -> dict[str, str]:

@@ -18,13 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_folder import checkpoints_of, size_of
-from .errors import InputError
+from .checkpoint_folder import COMPLETE, checkpoints_of, size_of
+from .errors import DiskError, InputError
 
 OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "checkpoints", "final")  # a folder that holds one of these is somebody's
 START = "start.json"  # written on request: what a run was before its first step
@@ -49,6 +49,14 @@ class RunFolder:
         """Folder of the trained weights."""
         return self.path / "final"
 
+    def since_final(self) -> Path | None:
+        """Return the newest checkpoint if the run went on after it wrote its final weights; else None."""
+        newest = checkpoints_of(self.path)[-1:]
+        if not newest or not self.final.is_dir():
+            return None
+        went_on = (newest[0] / COMPLETE).stat().st_mtime_ns > self.final.stat().st_mtime_ns
+        return newest[0] if went_on else None
+
     @property
     def stop_file(self) -> Path:
         """Its presence asks the run to end at the next step."""
@@ -67,6 +75,8 @@ class RunFolder:
                 f"{self.path} already holds a run ({', '.join(held)})",
                 hint="go on with it by --resume auto, choose another folder with --output, or move that run away",
             )
+        if self.path.is_symlink() and not self.path.exists():
+            raise InputError(f"{self.path} is a link to nowhere", hint="choose another folder with --output")
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path} is a file, not a folder", hint="choose another folder with --output")
         try:
@@ -85,7 +95,7 @@ class RunFolder:
 
         Raises `InputError` when one does. Where the file system knows no locks nobody is kept away.
         """
-        key = self.path.resolve()
+        key = _real(self.path)
         _LOCKS[key] = None
         try:
             if self.path.is_dir():
@@ -99,7 +109,7 @@ class RunFolder:
 
     def _lock(self) -> None:
         """Lock the folder if it is to be taken; the system lets go of it when this process dies, however it does."""
-        key, path = self.path.resolve(), self.path / LOCK
+        key, path = _real(self.path), self.path / LOCK
         while key in _LOCKS and _LOCKS[key] is None and os.access(self.path, os.W_OK):
             opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -120,6 +130,23 @@ class RunFolder:
             else:  # its last holder has just removed it
                 os.close(opened)
 
+    def is_left(self) -> bool:
+        """Say whether the process that trained into the folder is gone for certain; of another machine's nobody is."""
+        path = self.path / LOCK
+        if _LOCKS.get(_real(self.path)) is not None:
+            return False
+        if not path.exists():  # the last thing that it removes
+            return True
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            holder = os.read(opened, 200).decode(errors="replace")
+            fcntl.lockf(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # it is there, or the file system knows no locks
+            return False
+        finally:
+            os.close(opened)
+        return holder.endswith(f" on {socket.gethostname()}")
+
     def beside_for_rehearsal(self, *, clear: bool = True) -> RunFolder:
         """Return the folder of a dry run, beside the real run's; `clear` removes what an earlier one left there."""
         beside = RunFolder(self.path.with_name(f"{self.path.name}-dry-run"))
@@ -138,10 +165,12 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".{name}.{os.getpid()}"
         try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.path / name)
-        except OSError:
-            temporary.unlink(missing_ok=True)
+            with _told(self.path / name):
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(self.path / name)
+        except DiskError:
+            with suppress(OSError):
+                temporary.unlink()
             raise
 
     def write_json(self, name: str, value: Any) -> None:
@@ -177,12 +206,13 @@ class RunFolder:
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
         """Add the answers of one evaluation to samples.jsonl."""
-        with self.samples.open("a", encoding="utf-8") as file:
+        with _told(self.samples), self.samples.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one row to metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        path = self.path / "metrics.jsonl"
+        with _told(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def rewind(self, step: int, *, evaluated: bool = True) -> None:
@@ -215,6 +245,23 @@ class RunFolder:
     def training_rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl that describe optimizer steps."""
         return [row for row in self.metrics() if "loss" in row]
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Name the file when the disk refuses it, which Python does not once it is open."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            f"{path} could not be written: {error.strerror or error}. Checkpoints that stand are whole; when the disk "
+            "takes files again, --resume auto goes on"
+        ) from error
+
+
+def _real(path: Path) -> Path:
+    """Return where a path leads, also one that leads nowhere: in a circle."""
+    return Path(os.path.realpath(path))
 
 
 def _step_of_row(line: str) -> float:
@@ -272,6 +319,8 @@ def show_run(path: str | Path) -> Iterable[str]:
         raise InputError(f"{folder.path} holds no run", hint="give the folder that --output named")
     status = folder.status()
     lines = [f"run      {folder.path}", f"state    {status.get('state', 'unknown')} at step {status.get('step', 0)}"]
+    if status.get("state") in ("loading", "running") and folder.is_left():
+        lines.append("killed   no process trains into it any more, and none said why; --resume auto goes on")
     if status.get("error"):
         lines.append(f"error    {status['error']}")
     training = folder.training_rows()

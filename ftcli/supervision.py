@@ -21,9 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from .errors import EXIT_FAILED, EXIT_SIGNAL
-from .faults import STARTED, STOP_SIGNALS, end_early, failure_records
-from .run_folder import FLIGHT_RECORDER, RunFolder
+from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_SIGNAL
+from .faults import STARTED, STOP_SIGNALS, end_early
+from .rank_watch import RankWatch
+from .run_folder import FLIGHT_RECORDER, HEARTBEATS, RunFolder
 
 FAILURE_GRACE_SECONDS = 10.0
 TERMINATE_SECONDS = 3.0
@@ -80,9 +81,9 @@ def supervise(
     folder.path.mkdir(parents=True, exist_ok=True)
     if owns_folder:
         _clear(folder)
-    stale = failure_records(folder)
     before = _stamp(folder, result)
     token = uuid.uuid4().hex
+    watch = RankWatch(folder, token)
     patience = 1 if result in (None, "status.json") else 0  # signals; an evaluation has nothing to save
 
     def is_loading() -> bool:
@@ -92,8 +93,9 @@ def supervise(
         child = _start(command, _child_environment(token, environment or {}))
         relay = _Relay(child)
         try:
-            code = _wait(child, relay, signals, folder, stale, is_loading, patience)
-            ended_by_us = failure_records(folder) if code is None else None  # before the others fail for want of peers
+            code = _wait(child, relay, signals, folder, watch, is_loading, patience)
+            watch.look()  # before the others die, or fail for want of peers
+            ended_by_us = watch.records() if code is None else None
         finally:
             end_processes(token)
             child.wait()
@@ -102,18 +104,18 @@ def supervise(
     if code == ENDED_EARLY:
         end_early(folder, signals.names[0])
         return
-    found = failure_records(folder) if ended_by_us is None else ended_by_us
-    records = [record for record in found if record not in stale]
+    records = watch.records() if ended_by_us is None else ended_by_us
     if dumps := _flight_records(folder):
         say(
             f"ftcli: a collective timed out; where {len(dumps)} ranks stood: {dumps[0].parent}/{FLIGHT_RECORDER}*; "
             f"compare them with: torchfrtrace --prefix {FLIGHT_RECORDER} {dumps[0].parent}"
         )
     try:
-        _judge(folder, result, before, code, signals.names, records)
+        _judge(folder, result, before, code, signals.names, records, watch.told())
     except LaunchError as error:
         status = folder.status()
-        if owns_folder and status.get("state") in ("loading", "running"):  # the ranks did not come to say so
+        unsaid = status.get("state") in ("loading", "running")  # the ranks did not come to say so, or knew less
+        if owns_folder and (unsaid or (watch.lost and status.get("state") == "failed")):
             with suppress(OSError):  # no room for it: stderr has it
                 folder.write_status("failed", status["step"], error.exit_code, str(error))
         raise
@@ -210,7 +212,7 @@ def _wait(
     relay: _Relay,
     signals: _Signals,
     folder: RunFolder,
-    stale: list[dict[str, Any]],
+    watch: RankWatch,
     is_loading: Callable[[], bool],
     patience: int,
 ) -> int | str | None:
@@ -218,7 +220,7 @@ def _wait(
 
     `ENDED_EARLY` when a first signal finds a run that has nothing to save yet.
     """
-    is_stopping, failed_at, next_look = False, None, 0.0
+    is_stopping, next_look = False, 0.0
     while child.poll() is None:
         relay.pass_on(timeout=0.05)
         if not relay._threads:
@@ -232,12 +234,11 @@ def _wait(
             return None
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + 1.0
-            if is_stopping and failed_at is None and is_loading():
+            watch.look()
+            if is_stopping and watch.since is None and is_loading():
                 return ENDED_EARLY
-            if failed_at is None and any(record not in stale for record in failure_records(folder)):
-                failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > FAILURE_GRACE_SECONDS:
-            say("ftcli: a rank has failed and others hang: ending all processes")
+        if watch.since is not None and time.monotonic() - watch.since > FAILURE_GRACE_SECONDS:
+            say(f"ftcli: {watch.told() or 'a rank has failed'}, and others hang: ending all processes")
             return None
     return child.returncode
 
@@ -278,7 +279,8 @@ def end_processes(token: str) -> None:
 
 def _clear(folder: RunFolder) -> None:
     """Remove what an earlier launch into this folder may have left: it must not stop or fail this one."""
-    for stale in (folder.stop_file, *folder.errors.glob("rank-*.json"), *_flight_records(folder)):
+    beats = (folder.path / HEARTBEATS).glob("rank-*.json")
+    for stale in (folder.stop_file, *folder.errors.glob("rank-*.json"), *beats, *_flight_records(folder)):
         stale.unlink(missing_ok=True)
 
 
@@ -301,15 +303,20 @@ def _judge(
     code: int | str | None,
     signals: list[str],
     records: list[dict[str, Any]],
+    lost: str,
 ) -> None:
-    """Return if the run succeeded; else print the reason as the last lines of stderr and raise."""
+    """Return if the run succeeded; else print the reason as the last lines of stderr and raise.
+
+    `lost` tells of ranks that died without a word: what others then recorded is most likely that they miss them.
+    """
     is_fresh = _stamp(folder, result) not in (None, before)
     status = folder.status() if is_fresh and result == "status.json" else {}
     if records:
         first = records[0]
         if first["traceback"]:
             say(f"\n{first['traceback'].rstrip()}")
-        raise _failure(f"rank {first['rank']}: {first['message']}", first["exit_code"])
+        told = f"rank {first['rank']}: {first['message']}"
+        raise _failure(f"{lost}; {told}" if lost and first["exit_code"] != EXIT_INPUT else told, first["exit_code"])
     if signals and code is None:
         which = "a second signal" if len(signals) > 1 else "a signal"
         raise _failure(f"ended by {which} ({signals[-1]})", EXIT_SIGNAL + signal.Signals[signals[-1]])
@@ -320,6 +327,8 @@ def _judge(
         if code != 0:
             say(f"ftcli: the launcher ended with code {code}, but all work was done and written before")
         return
+    if lost:
+        raise _failure(lost)
     raise _failure(
         f"the launched processes ended (code {code}) without a result and without recording an error; what "
         "they printed stands above. A process that the system kills, for instance for lack of host memory, "

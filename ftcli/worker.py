@@ -57,14 +57,19 @@ def work(
         watch_peers(folder)
         try:
             with stop.at_once() if is_alone else nullcontext():
+                goes_on = start is not None and belongs_to(folder, start)
                 if is_main:
-                    _write_intent(folder, recipe, profile, start, dry_run=dry_run)
+                    folder.write_status("loading", 0 if start is None else step_of(start), 0)
+                    if not goes_on:  # else the folder's recipe stays that of its weights until the new one has loaded
+                        _write_intent(folder, recipe, profile, start, dry_run=dry_run)
                 run = prepare(
                     recipe, output=output, cpu=cpu, dry_run=dry_run, resume=start, resume_anyway=resume_anyway
                 )
                 run.heart = heart
                 _check_world(run, profile)
                 if run.hardware.ranks.is_main:
+                    if goes_on:
+                        _write_intent(folder, recipe, profile, start, dry_run=dry_run)
                     _clear_the_way(run, folder)
                 if record_start:
                     _record_start(run, folder)
@@ -102,10 +107,9 @@ def evaluate_run(path: str | Path, profile: Profile | None = None, *, cpu: bool 
 def _write_intent(
     folder: RunFolder, recipe: Recipe, profile: Profile | None, start: Path | None, *, dry_run: bool
 ) -> None:
-    """Write what is to be trained, before anything is loaded."""
+    """Write what is to be trained."""
     folder.write_text("recipe.yaml", dump_recipe(recipe))
     folder.write_text("profile.yaml", "# trained without a profile\n" if profile is None else profile.as_yaml())
-    folder.write_status("loading", 0 if start is None else step_of(start), 0)
     if start is not None and not belongs_to(folder, start):
         folder.write_json(ORIGIN, {"checkpoint": str(start.resolve()), "step": step_of(start)})
     if dry_run:

@@ -135,6 +135,8 @@ def _from_run(folder: RunFolder, device: torch.device) -> Writer:
         say(f"{folder.path} has no final weights yet; {found} answers")
         return _from_checkpoint(found, device)
     task = _task_of(recipe.model_copy(update={"model": Model(name=str(folder.final))}))
+    if newer := folder.since_final():
+        say(f"the run went on after these final weights: {newer} is newer")
     say(f"loading {folder.final} on {device}")
     model = load_plain("AutoModelForCausalLM", folder.final).to(device)
     return Writer(str(folder.path), task.tokenizer, model, task.encode_prompt)

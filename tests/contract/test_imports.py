@@ -42,6 +42,8 @@ LIGHT_MODULES = [
     "launch_command",
     "machines",
     "supervision",
+    "rank_watch",
+    "heartbeat",
     "devices",
     "listing",
     "errors",

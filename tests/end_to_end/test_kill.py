@@ -115,11 +115,11 @@ def kill_and_resume(recipe: Path, run: Path, profile: str, reference: Reference,
     return hit
 
 
+@pytest.mark.parametrize(("profile", "kills"), [("single", 6), ("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2)])
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(
-    recipe: Path, references: Callable[[str], Reference], tmp_path: Path
+    profile: str, kills: int, recipe: Path, references: Callable[[str], Reference], tmp_path: Path
 ) -> None:
-    assert len(kill_and_resume(recipe, tmp_path, "single", references("single"), kills=6, seed=0)) == 6
-    assert len(kill_and_resume(recipe, tmp_path / "zero3", "zero3", references("zero3"), kills=2, seed=1)) == 2
+    assert len(kill_and_resume(recipe, tmp_path, profile, references(profile), kills, seed=kills)) == kills
 
 
 @pytest.mark.slow

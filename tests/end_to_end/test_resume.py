@@ -208,6 +208,10 @@ def test_a_changed_key_is_refused_until_the_other_curve_is_accepted(train: Ftcli
     assert code == 2 and "optimizer.weight_decay: 0.0 -> 0.5" in said and "train.max_steps: 8 -> 10" in said
     assert "error: resuming" in said and "log.every_steps" not in said
     assert (finished / "metrics.jsonl").read_text() == before
+    recipe = (finished / "recipe.yaml").read_text()
+    code, said = train(finished, "--resume", "auto", "--resume-anyway", *changes, "--set", "adapter.type=lora")
+    assert code == 2 and "is of another model" in said
+    assert (finished / "recipe.yaml").read_text() == recipe  # that of the weights which are there
     code, said = train(finished, "--resume", "auto", "--resume-anyway", *changes)
     assert code == 0, said
     assert "log.every_steps: 1 -> 2" in said

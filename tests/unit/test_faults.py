@@ -183,20 +183,46 @@ def test_a_request_without_a_folder_never_asks() -> None:
     assert not StopRequest().requested()
 
 
-def test_a_rank_that_hangs_ends_after_a_peer_has_failed(tmp_path: Path) -> None:
-    script = (
-        "import json, sys, time; from pathlib import Path; from ftcli import faults\n"
-        "faults.PEER_GRACE_SECONDS = 0.5\n"
-        "faults.watch_peers(sys.argv[1])\n"
-        "errors = Path(sys.argv[1], 'errors'); errors.mkdir()\n"
-        "record = {'rank': 1, 'time': time.time(), 'exit_code': 1, 'message': 'm', 'traceback': ''}\n"
-        "(errors / 'rank-1.json').write_text(json.dumps(record))\n"
-        "time.sleep(30)"
-    )
-    began = time.monotonic()
-    result = run_script(script, str(tmp_path), RANK="0")
+HANGS = """
+import json, sys, time; from pathlib import Path; from ftcli import faults
+faults.PEER_GRACE_SECONDS = 0.5
+faults.watch_peers(sys.argv[1])
+began = time.monotonic()
+record = {"rank": 1, "time": time.time() + float(sys.argv[2]), "exit_code": 1, "message": "m", "traceback": ""}
+errors = Path(sys.argv[1], "errors"); errors.mkdir(exist_ok=True)
+(errors / "rank-1.json").write_text(json.dumps(record))
+import os; os._exit = lambda code, exit=os._exit: (print(time.monotonic() - began, flush=True), exit(code))
+time.sleep(7)
+"""
+
+
+@pytest.mark.parametrize("clock", [-7200, 7200])
+def test_a_rank_that_hangs_ends_some_seconds_after_a_peer_has_failed_whatever_their_clocks_say(
+    clock: int, tmp_path: Path
+) -> None:
+    result = run_script(HANGS, str(tmp_path), str(clock), RANK="0")
     assert result.returncode == 1 and "another rank has failed" in result.stderr
-    assert time.monotonic() - began < 10
+    assert 1.5 < float(result.stdout) < 6  # it could still have ended by itself
+
+
+def test_a_failure_of_an_earlier_run_ends_no_rank_though_its_clock_was_ahead(tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()
+    record = {"rank": 1, "time": time.time() + 7200, "exit_code": 1, "message": "m", "traceback": ""}
+    (tmp_path / "errors" / "rank-1.json").write_text(json.dumps(record))
+    script = (
+        "import sys, time; from ftcli import faults\n"
+        "faults.PEER_GRACE_SECONDS = -1.0; faults.watch_peers(sys.argv[1]); time.sleep(1.5)"
+    )
+    assert run_script(script, str(tmp_path), RANK="0").returncode == 0
+
+
+def test_the_first_failure_is_the_one_written_first_though_its_clock_was_ahead(tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()
+    for rank, clock, written in ((1, 7200, 5), (0, 0, 6), (2, -7200, 7)):
+        path = tmp_path / "errors" / f"rank-{rank}.json"
+        path.write_text(json.dumps({"rank": rank, "time": time.time() + clock}))
+        os.utime(path, (written, written))
+    assert [record["rank"] for record in failure_records(tmp_path)] == [1, 0, 2]
 
 
 def test_a_process_whose_parent_is_already_gone_ends(tmp_path: Path) -> None:
@@ -205,6 +231,18 @@ def test_a_process_whose_parent_is_already_gone_ends(tmp_path: Path) -> None:
     script = "import time; from ftcli.faults import watch_parent; watch_parent(); time.sleep(30)"
     result = run_script(script, FTCLI_PARENT=str(gone.pid))
     assert result.returncode == 1 and "is gone" in result.stderr
+
+
+def test_a_clock_that_is_set_does_not_make_a_parent_look_gone() -> None:
+    script = (
+        "import time, psutil; from ftcli.faults import watch_parent\n"
+        "watch_parent()\n"
+        "booted = psutil._pslinux.boot_time()  # which the system derives from its clock\n"
+        "psutil._pslinux.boot_time = lambda: booted + 3600.0\n"
+        "time.sleep(1.5)"
+    )
+    result = run_script(script, FTCLI_PARENT=str(os.getpid()))
+    assert result.returncode == 0, result.stderr
 
 
 def test_loader_workers_ignore_stop_signals() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 
 from ftcli.checkpoint_folder import checkpoint_path, read_state, restate
-from ftcli.errors import InputError
+from ftcli.errors import DiskError, InputError
 from ftcli.recipe import Recipe
 from ftcli.resumption import belongs_to, check_rows, find_start, is_done, machine_hints, recipe_changes
-from ftcli.run_folder import LOCK, ORIGIN, RunFolder
+from ftcli.run_folder import LOCK, ORIGIN, RunFolder, show_run
 
 from .test_checkpoint_folder import DATA, write
 
@@ -260,3 +261,52 @@ def test_the_best_checkpoint_needs_evaluation_rows() -> None:
     assert recipe(checkpoint=ended, **asks).checkpoint.keep_best is not None
     with pytest.raises(ValueError, match="needs evaluation rows"):
         recipe(checkpoint=best, **asks)
+
+
+def test_a_run_whose_process_was_killed_is_not_shown_as_running(tmp_path: Path) -> None:
+    holding = (
+        "import sys, time; from ftcli.run_folder import RunFolder\n"
+        "folder = RunFolder(sys.argv[1])\n"
+        "with folder.taken():\n"
+        "    folder.claim(); folder.write_text('recipe.yaml', ''); folder.write_status('running', 3, 0)\n"
+        "    print('held', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", holding, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        assert not [line for line in show_run(tmp_path / "run") if line.startswith("killed")]
+        holder.kill()
+    assert [line for line in show_run(tmp_path / "run") if line.startswith("killed   no process trains into it")]
+    (tmp_path / "run" / LOCK).write_text("process 7 on another-machine")
+    assert not [line for line in show_run(tmp_path / "run") if line.startswith("killed")]
+
+
+@pytest.mark.parametrize("target", ["nowhere", "link"])
+def test_an_output_that_is_a_link_to_nowhere_or_to_itself_is_told(target: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "link")
+    folder.path.symlink_to(target)
+    with pytest.raises(InputError, match="link is a link to nowhere"), folder.taken():
+        folder.claim()
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(DiskError, match="metrics.jsonl could not be written: No space left on device"):
+        RunFolder(tmp_path).append_metrics({"step": 1})
+    (tmp_path / "status.json").mkdir()  # replaced by no file
+    with pytest.raises(DiskError, match="status.json could not be written: Is a directory"):
+        RunFolder(tmp_path).write_status("running", 1, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
+
+
+def test_final_weights_that_a_run_went_on_from_are_told_where_they_are_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ftcli.exports import _find
+
+    save(tmp_path, 5)
+    (tmp_path / "final").mkdir()
+    assert _find(tmp_path) == (tmp_path / "final", None) and capsys.readouterr().err == ""
+    os.utime(tmp_path / "final", (1, 1))
+    assert _find(tmp_path) == (tmp_path / "final", None)
+    assert f"to export the newest: {checkpoint_path(tmp_path, 5)}" in capsys.readouterr().err

@@ -134,6 +134,7 @@ def load_model(
 
     # Weights in 4 bits have a state beside them, which is made where they are read and cannot be handed out.
     model, new = read() if "quantization_config" in kwargs else read_once(read, build)
+    keep_soft_capping(model, recipe.model.attn_implementation)
     heads = sorted({name.rpartition(".")[0] for name in new})
     _check_architecture(model, new, section.name, new_head=new_head)
     if auto_class == "AutoModelForCausalLM":
@@ -145,6 +146,22 @@ def load_model(
     if not is_trained:
         fill_new_rows(model, recipe)
     return model, heads
+
+
+def keep_soft_capping(model: Any, asked: str | None = None) -> Any:
+    """Return `model` with attention that soft-caps its scores where its architecture does (Gemma 2).
+
+    The sdpa of transformers before 5.21 leaves the cap out without a word, and is what such a model gets there by
+    default; later versions give it eager attention, and refuse sdpa. Raises `InputError` where sdpa was asked for.
+    """
+    capped = any(getattr(module, "attn_logit_softcapping", None) is not None for module in model.modules())
+    if not capped or model.config._attn_implementation != "sdpa":
+        return model
+    if asked == "sdpa":
+        told = f"model.attn_implementation: sdpa leaves out the soft-capping of {type(model).__name__}"
+        raise InputError(told, hint="set it to eager, or leave it out")
+    model.set_attn_implementation("eager")
+    return model
 
 
 def quantised(recipe: Recipe) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def _add_tokens(tokenizer: Any, section: Model) -> None:
 
 def load_image_processor(section: Model) -> Any:
     """Return the model's image processor on Pillow, which gives the same pixels with and without torchvision."""
-    from transformers import AutoImageProcessor
+    # From its own module: at the top, transformers 5.17 has it only beside torchvision.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     return load_from_hub(AutoImageProcessor, section, backend="pil")
 

@@ -135,7 +135,6 @@ def load_model(
 
     # Weights in 4 bits have a state beside them, which is made where they are read and cannot be handed out.
     model, new = read() if "quantization_config" in kwargs else read_once(read, build)
-    keep_soft_capping(model, recipe.model.attn_implementation)
     heads = sorted({name.rpartition(".")[0] for name in new})
     _check_architecture(model, new, section.name, new_head=new_head)
     if auto_class == "AutoModelForCausalLM":
@@ -202,7 +201,8 @@ def _draw(model: Any, name: str, seed: int) -> None:
 def _build_empty(auto: Any, section: Model, kwargs: dict[str, Any]) -> Any:
     """Return the model that `auto.from_pretrained` would load, without reading its weights."""
     config = kwargs.get("config") or _configuration(section, kwargs)
-    return auto.from_config(config, dtype=kwargs["dtype"], trust_remote_code=section.trust_remote_code)
+    model = auto.from_config(config, dtype=kwargs["dtype"], trust_remote_code=section.trust_remote_code)
+    return keep_soft_capping(model, section.attn_implementation)
 
 
 def _configuration(section: Model, kwargs: dict[str, Any]) -> Any:
@@ -288,7 +288,7 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
         kwargs["revision"] = section.revision
     name = section.name if folder is None else str(folder.absolute())
     try:
-        return auto.from_pretrained(name, trust_remote_code=section.trust_remote_code, **kwargs)
+        found = auto.from_pretrained(name, trust_remote_code=section.trust_remote_code, **kwargs)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         if isinstance(error, OSError) and folder is None and not _is_cached(section):
             raise InputError(
@@ -300,6 +300,10 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
             f"model.name: {auto.__name__} cannot load {section.name}: {told}",
             hint=f"is it the right model for this task, and whole?{NEEDS.get(auto.__name__, '')}",
         ) from error
+    model = found[0] if isinstance(found, tuple) else found  # beside what was missing in its files
+    if hasattr(model, "set_attn_implementation"):
+        keep_soft_capping(model, section.attn_implementation)
+    return found
 
 
 def _is_cached(section: Model) -> bool:

@@ -99,7 +99,7 @@ def load_writer(target: str | Path, *, cpu: bool = False) -> Writer:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from .models import keep_soft_capping, load_from_hub, load_tokenizer, quiet_libraries
+    from .models import load_from_hub, load_tokenizer, quiet_libraries
 
     quiet_libraries()
     name, path = str(target), Path(target)
@@ -116,7 +116,7 @@ def load_writer(target: str | Path, *, cpu: bool = False) -> Writer:
     section = Model(name=name)
     tokenizer = load_tokenizer(section)
     say(f"loading {name} on {device}")
-    model = keep_soft_capping(load_from_hub(AutoModelForCausalLM, section, dtype=torch.float32)).eval()
+    model = load_from_hub(AutoModelForCausalLM, section, dtype=torch.float32).eval()
     return Writer(name, tokenizer, model.to(device), lambda asked: encode_prompt(tokenizer, asked))
 
 

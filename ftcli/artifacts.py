@@ -134,15 +134,17 @@ def load_plain(auto_class: str, folder: Path, labels: int = 0, dtype: str = "flo
     `dtype` auto leaves weights in that of their files. `labels` is the width of a classifier's head that an adapter
     brings with it; 0 where the base has its own head.
     """
+    from .models import keep_soft_capping
+
     auto = getattr(importlib.import_module("transformers"), auto_class)
     config = folder / "adapter_config.json"
     if not config.exists():
-        return auto.from_pretrained(folder, dtype=dtype).eval()
+        return keep_soft_capping(auto.from_pretrained(folder, dtype=dtype)).eval()
     from peft import PeftModel
 
     head = {"num_labels": labels, "ignore_mismatched_sizes": True} if labels else {}
     base = auto.from_pretrained(json.loads(config.read_text())["base_model_name_or_path"], dtype=dtype, **head)
-    _make_room(base, folder)
+    _make_room(keep_soft_capping(base), folder)
     return PeftModel.from_pretrained(base, str(folder)).eval()
 
 

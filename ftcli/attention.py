@@ -241,10 +241,16 @@ def _window(length: int, sliding_window: int | None, like: Tensor) -> Tensor | N
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Say whether torch's own variable-length kernel can do it: half precision on CUDA, equal heads of up to 256."""
+    """Say whether torch's own variable-length kernel can do it: half precision on a GPU that has it, equal heads.
+
+    It is FlashAttention 2: for compute capability 8.0 and above, with K a multiple of 8, up to 256.
+    """
     import torch
 
-    if not query.is_cuda or query.shape[-1] > 256 or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+    size = query.shape[-1]
+    if not query.is_cuda or size > 256 or size % 8 or not size == key.shape[-1] == value.shape[-1]:
+        return False
+    if torch.version.cuda is not None and torch.cuda.get_device_capability(query.device) < (8, 0):
         return False
     return _half(query) in (torch.float16, torch.bfloat16) and "window_size" in _varlen_keywords()
 

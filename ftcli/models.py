@@ -79,7 +79,8 @@ def _add_tokens(tokenizer: Any, section: Model) -> None:
 
 def load_image_processor(section: Model) -> Any:
     """Return the model's image processor on Pillow, which gives the same pixels with and without torchvision."""
-    from transformers import AutoImageProcessor
+    # From its own module: at the top, transformers 5.17 has it only beside torchvision.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     return load_from_hub(AutoImageProcessor, section, backend="pil")
 
@@ -147,6 +148,22 @@ def load_model(
     return model, heads
 
 
+def keep_soft_capping(model: Any, asked: str | None = None) -> Any:
+    """Return `model` with attention that soft-caps its scores where its architecture does (Gemma 2).
+
+    The sdpa of transformers before 5.21 leaves the cap out without a word, and is what such a model gets there by
+    default; later versions give it eager attention, and refuse sdpa. Raises `InputError` where sdpa was asked for.
+    """
+    capped = any(getattr(module, "attn_logit_softcapping", None) is not None for module in model.modules())
+    if not capped or model.config._attn_implementation != "sdpa":
+        return model
+    if asked == "sdpa":
+        told = f"model.attn_implementation: sdpa leaves out the soft-capping of {type(model).__name__}"
+        raise InputError(told, hint="set it to eager, or leave it out")
+    model.set_attn_implementation("eager")
+    return model
+
+
 def quantised(recipe: Recipe) -> dict[str, Any]:
     """Return what transformers takes to hold linear layers in 4 bits, on this process's device.
 
@@ -184,7 +201,8 @@ def _draw(model: Any, name: str, seed: int) -> None:
 def _build_empty(auto: Any, section: Model, kwargs: dict[str, Any]) -> Any:
     """Return the model that `auto.from_pretrained` would load, without reading its weights."""
     config = kwargs.get("config") or _configuration(section, kwargs)
-    return auto.from_config(config, dtype=kwargs["dtype"], trust_remote_code=section.trust_remote_code)
+    model = auto.from_config(config, dtype=kwargs["dtype"], trust_remote_code=section.trust_remote_code)
+    return keep_soft_capping(model, section.attn_implementation)
 
 
 def _configuration(section: Model, kwargs: dict[str, Any]) -> Any:
@@ -270,7 +288,7 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
         kwargs["revision"] = section.revision
     name = section.name if folder is None else str(folder.absolute())
     try:
-        return auto.from_pretrained(name, trust_remote_code=section.trust_remote_code, **kwargs)
+        found = auto.from_pretrained(name, trust_remote_code=section.trust_remote_code, **kwargs)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         if isinstance(error, OSError) and folder is None and not _is_cached(section):
             raise InputError(
@@ -282,6 +300,10 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
             f"model.name: {auto.__name__} cannot load {section.name}: {told}",
             hint=f"is it the right model for this task, and whole?{NEEDS.get(auto.__name__, '')}",
         ) from error
+    model = found[0] if isinstance(found, tuple) else found  # beside what was missing in its files
+    if hasattr(model, "set_attn_implementation"):
+        keep_soft_capping(model, section.attn_implementation)
+    return found
 
 
 def _is_cached(section: Model) -> bool:

@@ -40,6 +40,8 @@ else:
         if tokens > base.get_input_embeddings().num_embeddings:
             base.resize_token_embeddings(tokens, mean_resizing=False)
     model = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
+if any(getattr(module, "attn_logit_softcapping", None) for module in model.modules()):
+    model.set_attn_implementation("eager")  # before 5.21 transformers takes sdpa there, which leaves the cap out
 weights = dict(model.named_parameters()) | dict(model.named_buffers())
 parameters = dict(model.named_parameters())
 bad = [name for name, p in parameters.items() if p.numel() == 0 or not torch.isfinite(p).all()]

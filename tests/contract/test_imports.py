@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -10,9 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.utils import canonicalize_name
 
 import ftcli
 
+# What is imported under another name than it is installed by.
+SOLD_AS = {"PIL": "pillow", "yaml": "PyYAML", "sklearn": "scikit-learn", "pydantic_core": "pydantic"}
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "peft", "deepspeed"}
 LIGHT_MODULES = [
@@ -66,6 +70,20 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
+
+
+def test_every_package_that_is_imported_is_a_declared_dependency() -> None:
+    text = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2].partition("[project.scripts]")[0]
+    declared = {canonicalize_name(name) for name in re.findall(r'"([A-Za-z][\w.-]*)', text)}
+    imported = set()
+    for path in Path(ftcli.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(str(node.module).partition(".")[0])
+    foreign = {SOLD_AS.get(name, name) for name in imported - sys.stdlib_module_names}
+    assert sorted(name for name in foreign if canonicalize_name(name) not in declared) == []
 
 
 @pytest.mark.parametrize("module", ["", *LIGHT_MODULES])

@@ -122,3 +122,12 @@ def test_the_lower_bounds_admit_the_versions_the_gpu_tests_run_on() -> None:
     oldest = {"torch": "2.11.0", "transformers": "5.17.0", "accelerate": "1.15.0"}
     bounds = {r.name: r.specifier for r in map(Requirement, metadata.requires("ftcli") or [])}
     assert all(bounds[name].contains(version) for name, version in oldest.items())
+
+
+def test_the_lower_bounds_are_one_set_of_versions_that_can_be_installed() -> None:
+    block = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [\n")[2].partition("\n]")[0]
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "tests" / "oldest.txt").read_text(), re.MULTILINE))
+    for requirement in map(Requirement, re.findall(r'^    "(.+)",$', block, re.MULTILINE)):
+        (bound,) = requirement.specifier
+        assert bound.operator == ">="
+        assert requirement.name == "torch" or Version(pins[requirement.name]) == Version(bound.version)

@@ -75,3 +75,16 @@ def test_torchs_kernel_gives_each_document_what_it_has_alone() -> None:
         alone, _ = attend(module, query[:, :, part], key[:, :, part], value[:, :, part], None)
         torch.testing.assert_close(whole[:, part], alone, rtol=2e-2, atol=2e-2)
         start += length
+
+
+def test_heads_of_a_size_that_torchs_kernel_refuses_take_the_loop() -> None:
+    from ftcli.attention import attend
+
+    bounds = torch.tensor([[[[0, 3, 8]]]], dtype=torch.int32, device="cuda")
+    query, key, value = torch.randn(3, 1, 2, 8, 12, device="cuda", dtype=torch.bfloat16)
+    module = torch.nn.Identity()
+    module.is_causal = True
+    whole, _ = attend(module, query, key, value, bounds, max_length_q=5)
+    for part in (slice(0, 3), slice(3, 8)):
+        alone, _ = attend(module, query[:, :, part], key[:, :, part], value[:, :, part], None)
+        torch.testing.assert_close(whole[:, part], alone)

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from ftcli.artifacts import load_plain
 from ftcli.attention import ARCHITECTURES, NAME, confine_to_documents, document_bounds
 from ftcli.decoding import Choice, decode, forward_names
+from ftcli.errors import InputError
+from ftcli.models import keep_soft_capping, load_model
+from ftcli.recipe import Recipe
 
 LENGTHS = [7, 1, 12, 3, 9]  # windows of the models below are 4: shorter than most, longer than some
 SIZES: dict[str, Any] = {
@@ -64,11 +69,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 
 def tiny(kind: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SIZES, **EXTRAS.get(kind, {})})
-    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    model: Any = keep_soft_capping(AutoModelForCausalLM.from_config(config)).eval()
     with torch.no_grad():  # sinks, biases and norms too, which are drawn as zeros and ones
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -136,9 +139,32 @@ def test_answers_with_a_cache_are_those_of_the_models_own_attention(kind: str) -
     torch.testing.assert_close(confined_logits, logits, atol=1e-4, rtol=0)
 
 
-def test_the_name_of_our_attention_is_not_saved_with_a_model(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
+def test_a_kernel_that_leaves_soft_capping_out_is_never_taken(tmp_path: Path) -> None:
+    model = tiny("gemma2")
+    model.save_pretrained(tmp_path)
+    values: dict[str, Any] = {
+        "task": "sft",
+        "model": {"name": str(tmp_path)},
+        "data": {"train": "rows.jsonl"},
+        "batch": {"global_size": 1},
+        "train": {"max_steps": 1},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    asked: dict[str, Any] = {"new_head": False, "dtype": torch.float32}
+    trained, _ = load_model("AutoModelForCausalLM", Recipe.model_validate(values), **asked)
+    row = documents()[2][None]
+    with torch.no_grad():
+        wanted = model(row).logits
+        capless = AutoModelForCausalLM.from_pretrained(tmp_path, attn_logit_softcapping=None).eval()(row).logits
+        assert (capless - wanted).abs().max() > 1e-2, "a cap that is left out must show"
+        for found in (trained.eval(), load_plain("AutoModelForCausalLM", tmp_path)):
+            torch.testing.assert_close(found(row).logits, wanted)
+    values["model"]["attn_implementation"] = "sdpa"
+    with pytest.raises(InputError, match="sdpa leaves out the soft-capping|scaled_dot_product_attention"):
+        load_model("AutoModelForCausalLM", Recipe.model_validate(values), **asked)
 
+
+def test_the_name_of_our_attention_is_not_saved_with_a_model(tmp_path: Path) -> None:
     model = tiny("gemma2")
     confine_to_documents(model)
     model.save_pretrained(tmp_path)

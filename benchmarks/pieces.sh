@@ -17,7 +17,7 @@ piece() {
     code=$?
     if [ $code -eq 0 ]; then
         touch "$work/$name.done"
-        echo "$name: ok, $((SECONDS - began)) s"
+        echo "$name: ok, $((SECONDS - began)) s; $(tail -n 1 "$log" | cut -c -160)"
     else
         echo "$name: FAILED with $code after $((SECONDS - began)) s; the end of its log:"
         tail -c +$((before + 1)) "$log" | tail -n "${shown:-25}" | cut -c -220 | sed "s/^/    /"

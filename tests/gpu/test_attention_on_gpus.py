@@ -15,9 +15,11 @@ from ftcli.attention import ARCHITECTURES, confine_to_documents
 from ..unit.test_attention import LENGTHS, documents, laid_end_to_end, tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-# Largest difference of a token's logits, and of the gradient of all weights, each relative to its norm.
-MOST = {"fp32": 1e-4, "bf16": 4e-2}
-LEAST = 0.1  # what a token's logits differ by, in the largest case, where boundaries are ignored
+# Distances are relative to the norm: of the logits of each token, and of the gradient of all weights. Float32: from
+# each document alone. Bfloat16: both are at a distance from float32, and that of documents in one row must not be
+# more than so many times that of documents alone, which is the noise of the arithmetic.
+MOST, TIMES = 1e-4, 3.0
+LEAST = 0.5  # how far the logits of some token are where boundaries are ignored
 # Soft-capping, sinks, and values narrower than keys: one document after the other in bf16 too.
 WITHOUT_KERNEL = ("gemma2", "gpt_oss", "deepseek_v3")
 # Which experts a token goes to may turn with the last bit of bfloat16, and then all of it.
@@ -42,33 +44,39 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def compare(kind: str, precision: str, device: str) -> dict[str, Any]:
-    """Return how far documents in one row are from each alone, and whether torch's kernel was used."""
+    """Return how far documents in one row, and documents alone, are from float32; and whether the kernel was used."""
     from torch.profiler import ProfilerActivity, profile
 
     model, rows = tiny(kind).to(device), documents()
     on_device = [{"input_ids": row[None].to(device), "use_cache": False} for row in rows]
     ends = [laid_end_to_end(rows, lengths) for lengths in (LENGTHS, [sum(LENGTHS)])]
     flat, merged = ({k: v.to(device) if torch.is_tensor(v) else v for k, v in end.items()} for end in ends)
-    alone = run(model, on_device, precision)
+    exact, alone = run(model, on_device, "fp32"), run(model, on_device, precision)
     confine_to_documents(model)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         packed = run(model, [flat], precision)
     return {
-        "logits": apart(packed[0], alone[0]),
-        "gradient": float(apart(packed[1], alone[1])),
-        "ignored": float(apart(run(model, [merged], precision)[0], alone[0]).max()),
+        "logits": apart(packed[0], exact[0]),
+        "noise of logits": apart(alone[0], exact[0]),
+        "gradient": float(apart(packed[1], exact[1])),
+        "noise of gradient": float(apart(alone[1], exact[1])),
+        "ignored": float(apart(run(model, [merged], precision)[0], exact[0]).max()),
         "kernel": KERNEL in {event.key for event in seen.key_averages()},
     }
 
 
-@pytest.mark.parametrize("precision", MOST)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_documents_in_one_row_give_logits_and_gradients_of_each_alone(kind: str, precision: str) -> None:
     found = compare(kind, precision, "cuda")
-    print(f"{kind} {precision}: {found['logits'].max():.1e} {found['gradient']:.1e} {found['ignored']:.1e}")
+    logits, noise = found["logits"], found["noise of logits"]
+    print(f"{kind} {precision}: {logits.median():.1e} {logits.max():.1e} {found}")
     assert found["ignored"] > LEAST, "boundaries that are ignored must show"
-    turns = precision == "bf16" and kind in WITH_EXPERTS
-    assert float(found["logits"].median() if turns else found["logits"].max()) < MOST[precision]
-    if not turns:
-        assert found["gradient"] < 2 * MOST[precision]
     assert found["kernel"] == (precision == "bf16" and kind not in WITHOUT_KERNEL)
+    if precision == "fp32":
+        assert float(logits.max()) < MOST and found["gradient"] < 10 * MOST
+        return
+    assert float(logits.median()) < TIMES * float(noise.median())
+    if kind not in WITH_EXPERTS:
+        assert float(logits.max()) < TIMES * float(noise.max())
+        assert found["gradient"] < TIMES * found["noise of gradient"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ import yaml
 from ftcli.checkpoint_folder import checkpoints_of, damage
 from ftcli.run_folder import RunFolder
 
-from ..end_to_end.test_preemption import RECIPE, TASK, shell
+from ..end_to_end.test_preemption import RECIPE, TASK
 from ..multiprocess.cells import write_inputs
+from .launches import ftcli_on_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 STEPS, STOPPED = 6, 3
@@ -38,16 +38,15 @@ def losses(run: Path) -> dict[int, float]:
 @pytest.mark.timeout(400)
 def test_two_gpus_stopped_by_a_batch_systems_warning_go_on_with_the_curve(inputs: Path, tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
-    line = ("ftcli", "train", "recipe.yaml", "--profile", "fsdp", "--num-processes", 2, "--resume", "auto")
-    visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")}
-    result = shell(inputs, *line, "--output", whole, **visible)
+    line = ("train", "recipe.yaml", "--profile", "fsdp", "--num-processes", 2, "--resume", "auto")
+    result = ftcli_on_gpus(inputs, *line, "--output", whole)
     assert result.returncode == 0, result.stderr
     trouble = {"SIGNAL_AT": f"loss {STOPPED}", "SIGNALS": "SIGUSR1", "WHOLE_TREE": "1", "STOP_FILE": str(run / "stop")}
-    result = shell(inputs, *line, "--output", run, **trouble, **visible)
+    result = ftcli_on_gpus(inputs, *line, "--output", run, **trouble)
     assert result.returncode == 75, result.stderr
     assert f"stopped as asked after step {STOPPED} of {STEPS} (SIGUSR1)" in result.stderr
     assert (RunFolder(run).status()["state"], damage(checkpoints_of(run)[-1])) == ("stopped", "")
-    result = shell(inputs, *line, "--output", run, **visible)
+    result = ftcli_on_gpus(inputs, *line, "--output", run)
     assert result.returncode == 0, result.stderr
     assert "device cuda" in result.stderr and RunFolder(run).status()["state"] == "done"
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3) and len(losses(run)) == STEPS

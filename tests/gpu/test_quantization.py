@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import yaml
 
 from ftcli.testing import run_on_processes
 
-from ..end_to_end.test_preemption import shell
 from ..multiprocess.cells import cell, train_recipe, write_inputs
+from .launches import ftcli_on_gpus
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -39,8 +38,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command_line(inputs: Path, *line: object) -> str:
     """Return what `ftcli` said, which must have gone well."""
-    visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")}
-    result = shell(inputs, "ftcli", *line, **visible)
+    result = ftcli_on_gpus(inputs, *line)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
 

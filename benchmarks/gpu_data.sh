@@ -8,7 +8,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 work=$1 results=$2 budget=${3:-540} shape=${4:-qwen3-0.6b}
 . benchmarks/pieces.sh
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 size=(--documents 96 --bins 4 --steps 8) cpu=()
 [ "$gpus" -eq 0 ] && cpu=(--cpu) size=(--documents 16 --steps 2)
 test="python3 -m pytest -p no:cacheprovider -q -rfEsP --tb=short --timeout 180 -m gpu"
@@ -46,7 +46,7 @@ one 0 &
 [ "$gpus" -lt 2 ] && wait # the lanes share one GPU, after each other
 two $((gpus > 1)) &
 [ "$gpus" -lt 4 ] && wait
-[ "$gpus" -eq 2 ] && pair 0,1
-[ "$gpus" -gt 3 ] && pair 2,3 &
+[ "$gpus" -ge 4 ] && pair 2,3 &
+[ "$gpus" -ge 2 ] && [ "$gpus" -lt 4 ] && pair 0,1
 wait
 grep -a -h 'loader processes:\|tokens/s, \|largest relative difference\|batches is padding' "$results/one.txt"

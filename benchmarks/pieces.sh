@@ -15,7 +15,9 @@ piece() {
     before=$(stat -c %s "$log")
     timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1
     code=$?
-    if [ $code -eq 0 ]; then
+    if [ $code -eq 5 ]; then # pytest's word for it
+        echo "$name: no test could run; $(grep -a -i skip "$log" | tail -n 1 | cut -c -160)"
+    elif [ $code -eq 0 ]; then
         touch "$work/$name.done"
         echo "$name: ok, $((SECONDS - began)) s; $(tail -n 1 "$log" | cut -c -160)"
     else

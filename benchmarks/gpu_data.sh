@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The data path of language models, and what only GPUs can show of runs: one, two or (best) four GPUs.
 # Usage: benchmarks/gpu_data.sh WORK RESULTS [BUDGET_SECONDS [SHAPE]]     (benchmarks/README.md says what it shows)
-# Three lanes of pieces: `one` measures on the first GPU, `two` tests on the second, `pair` tests on two GPUs: the last
-# two of four at the same time, or both of two afterwards. RESULTS gets one.txt, two.txt, pair.txt and facts.jsonl.
+# Lanes of pieces: `one` measures on the first GPU, `two` tests on the second, `pair` and `last` test on two: of four
+# GPUs the other ones at the same time, of two both afterwards. RESULTS gets a log for each lane, and facts.jsonl.
 # A rehearsal without GPUs: benchmarks/gpu_data.sh WORK RESULTS 500 tiny (its tests are skipped).
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -21,6 +21,7 @@ one() {
         --facts "$results/facts.jsonl" "${cpu[@]}"
     piece packed_against_padded 150 python3 benchmarks/packed_against_padded.py "$recipe" --capacity 4096 "${size[@]}" \
         --set batch.micro_size=8 --facts "$results/facts.jsonl" "${cpu[@]}"
+    piece four_bits 200 $test tests/gpu/test_quantization.py -k "single and learn"
 }
 
 two() {
@@ -29,7 +30,6 @@ two() {
     piece attention 180 $test tests/gpu/test_attention_on_gpus.py
     piece steady 120 $test tests/gpu/test_steady_loop_on_gpus.py
     piece packing 120 $test tests/gpu/test_packing_on_gpus.py
-    piece four_bits 200 $test tests/gpu/test_quantization.py -k "single and learn"
 }
 
 pair() {
@@ -39,14 +39,17 @@ pair() {
     piece four_bits_resume_x2 200 $test tests/gpu/test_quantization.py -k "fsdp and learn"
     piece four_bits_curves_x2 200 $test tests/gpu/test_quantization.py -k two
     piece steady_x2 120 $test tests/gpu/test_steady_loop_on_gpus.py -k two
+}
+
+last() {
+    export CUDA_VISIBLE_DEVICES=$1
+    local lane=last
     piece packing_x2 200 $test tests/gpu/test_packing_on_gpus.py -k two
 }
 
-one 0 &
-[ "$gpus" -lt 2 ] && wait # the lanes share one GPU, after each other
-two $((gpus > 1)) &
-[ "$gpus" -lt 4 ] && wait
-[ "$gpus" -ge 4 ] && pair 2,3 &
-[ "$gpus" -ge 2 ] && [ "$gpus" -lt 4 ] && pair 0,1
-wait
+case $gpus in
+0 | 1) one 0; two 0 ;;
+2 | 3) { one 0 & two 1 & wait; }; pair 0,1; last 0,1 ;;
+*) { one 0 & two 1 & wait; last 0,1; } & pair 2,3 & wait ;;
+esac
 grep -a -h 'loader processes:\|tokens/s, \|largest relative difference\|batches is padding' "$results/one.txt"

@@ -63,7 +63,7 @@ def test_4_bits_learn_resume_and_are_exported(profile: str, inputs: Path, tmp_pa
     command_line(inputs, "train", "plain.yaml", "--output", tmp_path / "plain")
     command_line(inputs, "train", "quantised.yaml", *line, "--output", tmp_path / "run")
     plain, found = losses(tmp_path / "plain"), losses(tmp_path / "run")
-    assert found[STEPS] < 0.95 * found[1]
+    assert found[STEPS] < 0.97 * found[1]
     assert found == pytest.approx(plain, rel=5e-2)
     assert (tmp_path / "run" / "final" / "adapter_model.safetensors").stat().st_size > 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000004"

@@ -147,7 +147,7 @@ def main() -> None:
     found = report(sides, tokens, slots)
     apart = [abs(a / b - 1) for side in sides for a, b in zip(side.losses, sides[-1].losses, strict=True)]
     precision = sides[-1].run.recipe.precision
-    holds = max(*differences.values(), *apart) <= TOLERANCES[precision]
+    holds = bool(max(*differences.values(), *apart) <= TOLERANCES[precision])
     print(f"losses of steps: largest relative difference {max(apart):.1e}; {'holds' if holds else 'DOES NOT HOLD'}")
     if arguments.facts is not None:
         told = {"piece": "packed against padded", "recipe": recipe, "precision": precision, "holds": holds}

@@ -28,7 +28,7 @@ fi
 # Saving in the background asks how much memory is free, and machines whose memory grows as it is used tell too little:
 # 64 GiB are used once, while the model is made.
 [ "$shape" != tiny ] && python3 -c 'b"x" * (64 << 30)' &
-piece model 90 python3 benchmarks/random_model.py "$shape" "$work/matrix" --rows 512
+piece "model_$shape" 90 python3 benchmarks/random_model.py "$shape" "$work/matrix" --rows 512
 wait
 shown=60 piece matrix "$budget" python3 benchmarks/checkpoint_matrix.py "$shape" "$work/matrix" \
     "${cells[@]}" \

@@ -16,7 +16,7 @@ test="python3 -m pytest -p no:cacheprovider -q -rfEsP --tb=short --timeout 180 -
 one() {
     export CUDA_VISIBLE_DEVICES=$1
     local lane=one recipe="$work/$shape/recipe.yaml" rows=(--set batch.global_size=8)
-    piece model 90 python3 benchmarks/random_model.py "$shape" "$work/$shape" --rows 4000 --median 330
+    piece "model_$shape" 90 python3 benchmarks/random_model.py "$shape" "$work/$shape" --rows 4000 --median 330
     piece data_wait 170 python3 benchmarks/data_wait.py "$recipe" --workers 0 2 --steps $((gpus ? 40 : 8)) "${rows[@]}" \
         --facts "$results/facts.jsonl" "${cpu[@]}"
     piece packed_against_padded 150 python3 benchmarks/packed_against_padded.py "$recipe" --capacity 4096 "${size[@]}" \

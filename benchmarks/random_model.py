@@ -3,15 +3,18 @@
     python benchmarks/random_model.py qwen3-0.6b FOLDER --rows 512 --precision bf16 --steps 20
 
 Nothing is downloaded: the tokenizer is byte-level and the rows are random words, so a loss says nothing about
-language; what counts is that every profile gives the same one.
+language; what counts is that every profile gives the same one. `--median 330` draws the lengths of answers as chats
+have them, log-normal with that median in tokens, and lets rows be of 4096 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -19,11 +22,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from ftcli.testing import tiny_tokenizer
 
+MAX_LENGTH, SIGMA = 4096, 0.9
 SHAPES = {
     "tiny": (
         LlamaConfig,
         {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 512},
+    ),
+    "smollm2-135m": (
+        LlamaConfig,
+        {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+         "num_key_value_heads": 3, "vocab_size": 49152},
     ),
     "qwen3-0.6b": (
         Qwen3Config,
@@ -41,7 +50,8 @@ SHAPES = {
 def write_model(shape: str, folder: Path) -> None:
     """Write random float32 weights of a shape, drawn on the GPU if there is one, with a byte-level tokenizer."""
     kind, sizes = SHAPES[shape]
-    config = kind(**sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=1)
+    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
+    config = kind(**sizes, **tokens, tie_word_embeddings=True, max_position_embeddings=MAX_LENGTH)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -49,15 +59,24 @@ def write_model(shape: str, folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def write_rows(path: Path, rows: int, seed: int = 0) -> None:
-    """Write prompts and completions of random words, of lengths between a few and a few hundred characters."""
+def write_rows(path: Path, rows: int, seed: int = 0, median: int | None = None) -> None:
+    """Write prompts and completions of random words, of lengths between a few and a few hundred characters.
+
+    With `median` completions are log-normal, of so many characters (tokens) in the median, and at most 4000.
+    """
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 8))) for _ in range(200)]
 
     def text(most: int) -> str:
         return " ".join(draw.choices(words, k=draw.randint(1, most)))
 
-    lines = [json.dumps({"prompt": text(20), "completion": text(60)}) for _ in range(rows)]
+    def answer() -> str:
+        if median is None:
+            return text(60)
+        length = min(4000, max(16, int(draw.lognormvariate(math.log(median), SIGMA))))
+        return " ".join(draw.choices(words, k=length // 3 + 1))[:length]
+
+    lines = [json.dumps({"prompt": text(20), "completion": answer()}) for _ in range(rows)]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -70,12 +89,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--median", type=int, help="tokens of an answer, log-normal; absent: up to 60 words")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     write_model(arguments.shape, arguments.folder / "model")
-    write_rows(arguments.folder / "train.jsonl", arguments.rows)
+    write_rows(arguments.folder / "train.jsonl", arguments.rows, median=arguments.median)
     write_rows(arguments.folder / "eval.jsonl", 61, seed=1)
-    recipe = {
+    recipe: dict[str, Any] = {
         "task": "sft",
         "precision": arguments.precision,
         "model": {"name": str(arguments.folder / "model"), "dropout": 0.0},
@@ -86,6 +106,8 @@ def main() -> None:
         "schedule": {"name": "cosine", "warmup_steps": 4},
         "evaluate": {"at_start": True},
     }
+    if arguments.median is not None:
+        recipe["data"] |= {"max_length": MAX_LENGTH}
     (arguments.folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
 
 

@@ -39,17 +39,22 @@ def losses(folder: Path, precision: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("precision", MOST)
-def test_rows_laid_end_to_end_give_the_curve_of_padded_ones(precision: str, inputs: Path) -> None:
-    (found,) = run_on_processes(losses, inputs, precision, processes=1, profile="single")
+@pytest.fixture(scope="module", params=list(MOST))
+def single(request: pytest.FixtureRequest, inputs: Path) -> tuple[str, dict[str, list[float]]]:
+    return request.param, run_on_processes(losses, inputs, request.param, processes=1, profile="single")[0]
+
+
+def test_rows_laid_end_to_end_give_the_curve_of_padded_ones(single: tuple[str, dict[str, list[float]]]) -> None:
+    precision, found = single
     assert found["padding-free"] == pytest.approx(found["padded"], rel=MOST[precision])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("profile", ["ddp", "fsdp", "zero3"])
-@pytest.mark.parametrize("precision", MOST)
-def test_two_gpus_give_the_packed_curve_of_one(profile: str, precision: str, inputs: Path) -> None:
-    (wanted,) = run_on_processes(losses, inputs, precision, processes=1, profile="single")
+def test_two_gpus_give_the_packed_curve_of_one(
+    profile: str, inputs: Path, single: tuple[str, dict[str, list[float]]]
+) -> None:
+    precision, wanted = single
     for found in run_on_processes(losses, inputs, precision, processes=2, profile=profile):
         assert found["packed"] == pytest.approx(wanted["packed"], rel=MOST[precision])
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from ftcli.testing import run_on_processes
 
 from ..multiprocess.cells import cell, train_recipe, write_inputs
+from .launches import ftcli_on_gpus
 
 pytest.importorskip("bitsandbytes")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
+STEPS = 8
 
 
 def train_in_4_bits(folder: Path, use_dora: bool) -> dict[str, Any]:
@@ -31,6 +36,48 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def command_line(inputs: Path, *line: object) -> str:
+    """Return what `ftcli` said, which must have gone well."""
+    result = ftcli_on_gpus(inputs, *line)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("profile", ["single", pytest.param("fsdp", marks=TWO)])
+def test_4_bits_learn_resume_and_are_exported(profile: str, inputs: Path, tmp_path: Path) -> None:
+    model = {"name": str(inputs / "untied"), "dropout": 0.0}
+    data = {"train": str(inputs / "chats.jsonl"), "max_length": 128}
+    recipe = {"task": "sft", "precision": "bf16", "model": model, "adapter": LORA, "data": data}
+    recipe |= {"batch": {"global_size": 12, "micro_size": 3}, "train": {"max_steps": STEPS}}
+    recipe |= {"optimizer": {"learning_rate": 2e-2}, "log": {"every_steps": 1}, "checkpoint": {"every_steps": 4}}
+    quantised = recipe | {"model": model | {"quantization": {"load_in_4bit": True}}}
+    for name, values in (("plain", recipe), ("quantised", quantised)):
+        (inputs / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    line = ("--profile", profile, "--num-processes", 1 if profile == "single" else 2)
+    command_line(inputs, "train", "plain.yaml", "--output", tmp_path / "plain")
+    command_line(inputs, "train", "quantised.yaml", *line, "--output", tmp_path / "run")
+    plain, found = losses(tmp_path / "plain"), losses(tmp_path / "run")
+    assert found[STEPS] < 0.97 * found[1]
+    assert found == pytest.approx(plain, rel=5e-2)
+    assert (tmp_path / "run" / "final" / "adapter_model.safetensors").stat().st_size > 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000004"
+    command_line(inputs, "train", "quantised.yaml", *line, "--output", tmp_path / "again", "--resume", checkpoint)
+    assert losses(tmp_path / "again") == pytest.approx({n: found[n] for n in range(5, STEPS + 1)}, rel=2e-3)
+    command_line(inputs, "export", tmp_path / "run", tmp_path / "adapter")
+    from peft import AutoPeftModelForCausalLM
+
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    moved = [v for n, v in loaded.named_parameters() if ".lora_B." in n]
+    assert moved and all(v.isfinite().all() and v.abs().max() > 0 for v in moved)
+
+
+@TWO
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("profile", ["ddp", "fsdp"])
 def test_4_bits_on_two_gpus_follow_the_curve_of_one(profile: str, use_dora: bool, inputs: Path) -> None:

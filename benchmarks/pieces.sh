@@ -1,0 +1,28 @@
+# Sourced by the scripts for GPU machines. `piece NAME SECONDS COMMAND...` runs one piece of work with its own time
+# limit: what it prints goes to $results/$lane.txt, one line about it is printed, and whatever becomes of it the next
+# piece begins. A piece that is done is kept in $work and not run again. None begins when `budget` seconds are over.
+# Needs: work, results (folders), budget (seconds, since the script began). `lane`: the log's name, default `log`.
+mkdir -p "$work" "$results"
+
+piece() {
+    local name=$1 limit=$2 began=$SECONDS left=$((budget - SECONDS)) code log="$results/${lane:-log}.txt"
+    shift 2
+    [ -e "$work/$name.done" ] && echo "$name: done before" && return 0
+    [ "$left" -lt $((limit / 3)) ] && echo "$name: NOT BEGUN, the time is over" && return 1
+    [ "$left" -lt "$limit" ] && limit=$left
+    printf '\n==== %s: %s\n' "$name" "$*" >>"$log"
+    local before
+    before=$(stat -c %s "$log")
+    timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1
+    code=$?
+    if [ $code -eq 5 ]; then # pytest's word for it
+        echo "$name: no test could run; $(grep -a -i skip "$log" | tail -n 1 | cut -c -160)"
+    elif [ $code -eq 0 ]; then
+        touch "$work/$name.done"
+        echo "$name: ok, $((SECONDS - began)) s; $(tail -n 1 "$log" | cut -c -160)"
+    else
+        echo "$name: FAILED with $code after $((SECONDS - began)) s; the end of its log:"
+        tail -c +$((before + 1)) "$log" | tail -n "${shown:-25}" | cut -c -220 | sed "s/^/    /"
+    fi
+    return $code
+}

@@ -1,0 +1,99 @@
+"""The steady loop never waits for the device: no operation that does so between two steps, under NCCL too.
+
+The test listens by torch's own means, which hears all of torch but its collectives. What waits on purpose lies
+outside of what is listened to: the look at gradients (step 20, or the last), a log line, a save, an evaluation.
+ZeRO is left out: DeepSpeed reads the gradient norm on the host in every step.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftcli.testing import run_on_processes
+
+from ..multiprocess.cells import cell, write_inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+STEPS, FIRST, LAST = 16, 4, 14  # listened to from after step FIRST until after step LAST
+LAYOUTS: dict[str, dict[str, Any]] = {"packed": {"packing": True}, "padding-free": {"padding_free": True}}
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@contextmanager
+def listening(found: list[str]) -> Iterator[None]:
+    """Add to `found` where each operation of the block stands that makes the host wait for the device."""
+
+    def hear(message: Any, *rest: Any) -> None:
+        if "synchroniz" in str(message):
+            stack = traceback.extract_stack()[:-1]
+            found.append(" < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(stack[-8:])))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = hear  # type: ignore[assignment]
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def waits(folder: Path, changes: dict[str, Any], reads: bool) -> list[str]:
+    """Return where the loop waited for the device in its steady steps; `reads`: the caller looks at every loss."""
+    from ftcli import losses
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    losses.PIECE = 2**12  # logits in pieces, as large vocabularies have them
+    run = prepare(cell(folder, "sft-tied", train={"max_steps": STEPS}, **changes))
+    assert run.hardware.accelerator.device.type == "cuda"
+    found: list[str] = []
+    training = steps(run)
+    for _ in range(FIRST):
+        next(training)
+    with listening(found):
+        for _ in range(FIRST, LAST):
+            step = next(training)
+            if reads:
+                float(step.loss_tensor)
+    assert [step.number for step in training] == list(range(LAST + 1, STEPS + 1))
+    return found
+
+
+def changed(folder: Path, layout: str, precision: str = "bf16") -> dict[str, Any]:
+    data = {"train": {"path": str(folder / "chats.jsonl")}, "eval_rows": 5, "max_length": 256} | LAYOUTS[layout]
+    batch = {"global_size": 4, "micro_size": 1} if layout == "packed" else {"global_size": 12, "micro_size": 3}
+    return {"data": data, "precision": precision, "batch": batch}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_step_on_one_gpu_waits_for_the_device(layout: str, inputs: Path) -> None:
+    (found,) = run_on_processes(waits, inputs, changed(inputs, layout), False, processes=1, profile="single")
+    assert found == []
+
+
+def test_a_loss_that_is_read_in_every_step_is_heard(inputs: Path) -> None:
+    (found,) = run_on_processes(waits, inputs, changed(inputs, "packed"), True, processes=1, profile="single")
+    assert len(found) == LAST - FIRST and all("test_steady_loop_on_gpus.py" in place for place in found), found
+
+
+@TWO
+@pytest.mark.parametrize("profile", ["ddp", "fsdp"])
+def test_no_step_on_two_gpus_waits_for_the_device(profile: str, inputs: Path) -> None:
+    for found in run_on_processes(waits, inputs, changed(inputs, "packed"), False, processes=2, profile=profile):
+        assert found == []

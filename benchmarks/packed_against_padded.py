@@ -66,7 +66,7 @@ class Side:
         batches = [batch for _, batch in self.batches(documents)]
         items, total = sum(self.task.count(batch) for batch in batches), 0.0
         for batch in batches:
-            loss = self.task.loss(self.model, batch) / items
+            loss = self.task.loss(self.model, batch).sum() / items
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

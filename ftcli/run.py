@@ -314,7 +314,8 @@ def _go_on(run: Run, checkpoint: Path) -> None:
     from .checkpoint import load
 
     state = read_state(checkpoint)
-    run.hardware.settle_buckets(run.model, lambda: run.task.loss(run.model, run.any_batch()).sum())  # buffers are loaded next
+    # Before buffers are loaded.
+    run.hardware.settle_buckets(run.model, lambda: run.task.loss(run.model, run.any_batch()).sum())
     load(run, checkpoint)
     run.is_measured = bool(state["metrics"])
     run.flags.restore(state["not_finite"])

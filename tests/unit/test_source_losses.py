@@ -111,7 +111,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def run_of(folder: Path, name: str, *, parts: tuple[str, ...] = ("few", "many"), **changes: Any) -> Run:
+def run_of(folder: Path, name: str, *, parts: tuple[str, ...] = ("few", "many")) -> Run:
     """Return a run whose first step sees each training row once; the same rows are evaluated."""
     kind, file, layout = LAYOUTS[name]
     paths: Any = [str(folder / f"{part}-{file}") for part in parts]
@@ -119,12 +119,13 @@ def run_of(folder: Path, name: str, *, parts: tuple[str, ...] = ("few", "many"),
     data = {"train": train, "eval": train, "max_length": 256, "drop_last": False} | layout
     options = {"task_options": {"flip": 0.0}} if name == "images" else {}
     batch = {"global_size": 28, "micro_size": 4}
-    return prepare(cell(folder, kind, data=data, batch=batch, **options, **changes), cpu=True)
+    once = {"train": {"max_steps": 1}, "schedule": {"name": "constant"}}
+    return prepare(cell(folder, kind, data=data, batch=batch, **options, **once), cpu=True)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_first_step_tells_for_each_source_what_an_evaluation_of_its_rows_tells(name: str, inputs: Path) -> None:
-    run = run_of(inputs, name, train={"max_steps": 1})
+    run = run_of(inputs, name)
     metrics = evaluate(run)
     run.model.train()
     (step,) = steps(run)
@@ -138,7 +139,7 @@ def test_the_first_step_tells_for_each_source_what_an_evaluation_of_its_rows_tel
 
 
 def test_with_one_source_nothing_is_counted_summed_or_sent(inputs: Path) -> None:
-    run = run_of(inputs, "padded", parts=("many",), train={"max_steps": 1})
+    run = run_of(inputs, "padded", parts=("many",))
     sent: list[list[int]] = []
     send = run.hardware.ranks.sum_later
     run.hardware.ranks.sum_later = lambda values: [sent.append(values), send(values)][1]  # type: ignore

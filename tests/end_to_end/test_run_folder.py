@@ -246,7 +246,16 @@ def test_several_sources_have_a_loss_each_in_the_steps_that_have_their_rows(
     (inputs / "many.jsonl").write_text("".join(chats[:40]))
     (inputs / "few.jsonl").write_text("".join(chats[40:]))
     sources = [{"path": "many.jsonl"}, {"path": "few.jsonl", "label": "rare"}]
-    run = train({"data": {"train": sources, "eval": sources[::-1], "max_length": 128, "drop_last": False}})
+    run = train(
+        {
+            "data": {
+                "train": sources,
+                "eval": [dict(one) for one in sources[::-1]],
+                "max_length": 128,
+                "drop_last": False,
+            }
+        }
+    )
     training, evaluations = rows_of(run)
     keys = {"train/many/loss", "train/rare/loss"}
     assert "train/many/loss" in training[0] and all(row["train/many/loss"] > 0 for row in training)

@@ -47,6 +47,11 @@ def test_a_loss_that_is_not_a_number_stays_with_its_source() -> None:
     assert found[1] == 2.0
 
 
+def test_telling_sources_apart_never_asks_the_device_for_a_value() -> None:
+    parts, sources = torch.empty(7, device="meta"), torch.empty(7, dtype=torch.int16, device="meta")
+    assert sum_by_source(parts.sum(), parts, sources, 3).shape == (4,)  # a tensor without values has none to wait for
+
+
 def test_a_task_that_gives_a_sum_cannot_tell_sources_apart() -> None:
     with pytest.raises(InputError, match="the task's `loss` gave a scalar, not values \\[2\\]"):
         sum_by_source(torch.tensor(3.0), torch.tensor(3.0), int16(1, 0), 2)

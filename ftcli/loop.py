@@ -86,7 +86,7 @@ def _stretch(run: Run) -> Iterator[Step]:
     for number in range(run.first_step, run.steps):
         assert window is not None
         heart.beat("waiting for ranks", number)
-        items, samples, rows, _, *source_items = window.agreed()
+        items, samples, rows, _, *more = window.agreed()
         rate = run.learning_rate(number)
         for group in optimizer.param_groups:  # before the window: some backends step inside backward
             group["lr"] = rate * group["lr_factor"]
@@ -130,7 +130,7 @@ def _stretch(run: Run) -> Iterator[Step]:
             stop=window is not None and window.agreed()[3] > 0,  # the newest message, so at this very step
             loss_tensor=mean,
             norm_tensor=norm,
-            source_items=dict(zip(sources, source_items, strict=True)),
+            source_items=dict(zip(sources, more[: len(sources)], strict=True)),
             source_tensor=sums[1:],
         )
         if run.flags.must_go_back:  # the caller has asked

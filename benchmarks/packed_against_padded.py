@@ -79,7 +79,7 @@ class Side:
         total = total.to(run.hardware.accelerator.device)
         started = time.perf_counter()
         for batch in batches:
-            loss = run.task.loss(run.model, run.to_device(batch)) / items
+            loss = run.task.loss(run.model, run.to_device(batch)).sum() / items
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)

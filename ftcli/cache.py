@@ -66,6 +66,12 @@ class PreparedRows:
             return None
         return len(self.train) if self.bins is None else len(self.bins)
 
+    @property
+    def sources(self) -> list[str]:
+        """Names of the sources of the training rows, where there are several to tell apart; else nothing."""
+        names = self.labels.get("train", [])
+        return names if len(names) > 1 else []
+
 
 def prepare_rows(recipe: Recipe, task: Task) -> PreparedRows:
     """Return the rows of `recipe` as `task` encodes them, building the cache if this is the first time.

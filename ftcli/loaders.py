@@ -9,6 +9,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .faults import ignore_signals_in_workers
 from .sampling import PADDING, EvalOrder, Key, TrainOrder
 from .tasks import Carried
@@ -59,16 +61,29 @@ class Rows(WithTask):
 
 @dataclass(frozen=True)
 class Collate(WithTask):
-    """Rows to a batch of tensors with the ids of their documents; a class: loader processes can be handed it."""
+    """Rows to a batch of tensors with the ids of their documents; a class: loader processes can be handed it.
+
+    With `sources` also the number of the source of each value of the task's `loss`, in the order that the protocol
+    gives them; PADDING where a blank row has one.
+    """
 
     task: Task
+    sources: bool = False
 
     def __call__(self, rows: list[list[Row]]) -> Batch:
         """Return the batch of some rows."""
         import torch
 
         documents = [document for row in rows for document in row]
-        return self.task.collate(documents) | {"sample_ids": torch.tensor([row["id"] for row in documents])}
+        batch = self.task.collate(documents) | {"sample_ids": torch.tensor([row["id"] for row in documents])}
+        if self.sources:
+            values = [
+                (row["source"], row.get("items", 1)) if row["id"] != PADDING else (PADDING, 0) for row in documents
+            ]
+            numbers, items = np.array(values).T
+            of_values = np.repeat(numbers, items if self.task.item == "token" else 1)
+            batch["item_sources"] = torch.from_numpy(of_values.astype(np.int16))
+        return batch
 
 
 def build_loaders(
@@ -92,7 +107,7 @@ def build_loaders(
                 excluded=excluded if training else frozenset(),
             ),
             batch_sampler=order,
-            collate_fn=Collate(task),
+            collate_fn=Collate(task, sources=training and len(rows.sources) > 0),
             num_workers=recipe.data.workers if training else 0,
             worker_init_fn=ignore_signals_in_workers,
         )

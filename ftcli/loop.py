@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from .artifacts import save_final
@@ -21,14 +19,14 @@ from .evaluation import measure
 from .faults import Stopped
 from .gradient_watch import check_gradients
 from .hardware.out_of_memory import out_of_memory_told
+from .losses import sum_by_source
 from .nonfinite import go_back
 from .report import Reporter
-from .sampling import PADDING, digest
 from .schedule import due
+from .windows import windows
 
 if TYPE_CHECKING:
     from .run import Run
-    from .tasks.protocol import Batch
 
 
 @dataclass
@@ -44,6 +42,8 @@ class Step:
     stop: bool  # a rank was asked to end the run
     loss_tensor: torch.Tensor
     norm_tensor: torch.Tensor
+    source_items: dict[str, int]  # items of the whole global batch by source; empty when there is but one source
+    source_tensor: torch.Tensor  # their summed losses
 
     @cached_property
     def loss(self) -> float:
@@ -55,28 +55,11 @@ class Step:
         """Global 2-norm of the gradient, before clipping; not finite when fp16 skipped the step."""
         return float(self.norm_tensor)
 
-
-@dataclass
-class Window:
-    """The micro-batches of one rank for one step, on the host, and what all ranks say of theirs."""
-
-    batches: list[Batch]
-    ids: list[np.ndarray]  # of the rows of each micro-batch
-    agreed: Callable[[], list[int]]  # waits for the sums over ranks: items, digest, rows, stop requests
-    seconds: float
-
-
-def windows(run: Run) -> Iterator[Window]:
-    """Yield the windows of the steps to come; each one's message to the other ranks is already under way."""
-    batches = iter(run.train_loader)
-    for _ in range(run.first_step, run.steps):
-        started = time.perf_counter()
-        window = list(itertools.islice(batches, run.plan.accumulation))
-        parts = [batch.pop("sample_ids").numpy() for batch in window]
-        ids = np.concatenate(parts)
-        items = sum(run.task.count(batch) for batch in window)
-        message = [items, digest(ids), int((ids != PADDING).sum()), int(run.stop.requested() or run.saving.failed())]
-        yield Window(window, parts, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
+    @cached_property
+    def source_losses(self) -> dict[str, float]:
+        """Loss per item of each of several sources, before the step's update; a source without items has none."""
+        sums = self.source_tensor.tolist() if self.source_items else []
+        return {name: loss / n for (name, n), loss in zip(self.source_items.items(), sums, strict=True) if n}
 
 
 def steps(run: Run) -> Iterator[Step]:
@@ -90,10 +73,12 @@ def steps(run: Run) -> Iterator[Step]:
 def _stretch(run: Run) -> Iterator[Step]:
     """Train from `run.first_step` on, to the end or to a step that must be undone.
 
-    The loss of a step is the sum over its items divided by the items of the whole global batch. Accelerate divides
-    by the accumulation and the ranks are averaged, so each micro-batch's sum is multiplied by both first.
+    The loss of a step is the sum over its items divided by the items of the whole global batch, that of a source by
+    its own items there. Accelerate divides by the accumulation and the ranks are averaged, so each micro-batch's sum
+    is multiplied by both first.
     """
     accelerator, model, optimizer, heart = run.hardware.accelerator, run.model, run.optimizer, run.heart
+    sources = run.rows.sources
     model.train()
     run.stop.start_clock(run.recipe.train.max_minutes)  # not before: each launch does a step
     ahead = windows(run)
@@ -101,26 +86,32 @@ def _stretch(run: Run) -> Iterator[Step]:
     for number in range(run.first_step, run.steps):
         assert window is not None
         heart.beat("waiting for ranks", number)
-        items, samples, rows, _ = window.agreed()
+        items, samples, rows, _, *more = window.agreed()
         rate = run.learning_rate(number)
         for group in optimizer.param_groups:  # before the window: some backends step inside backward
             group["lr"] = rate * group["lr_factor"]
         run.reseed(number)
         scale = run.plan.accumulation * run.plan.processes / max(items, 1)
-        zero, losses = torch.zeros((), device=accelerator.device), []
+        zero: torch.Tensor = torch.zeros(1 + len(sources), device=accelerator.device)
+        sums, losses = zero, []  # summed loss of this rank and of each source; of each micro-batch
         for batch in window.batches if rows else ():  # no row is left when all were undone before: nothing moves
             with accelerator.accumulate(model):
                 heart.beat("forward", number)
-                loss = run.task.loss(model, run.to_device(batch))
+                batch = run.to_device(batch)
+                item_sources = batch.pop("item_sources", None)
+                parts = run.task.loss(model, batch)
+                loss = parts.sum()
                 heart.beat("backward", number)
                 run.hardware.backward(loss * scale)
                 losses.append(loss.detach())
-        norm = zero
+                sums = sums + sum_by_source(losses[-1], parts.detach(), item_sources, len(sources))
+        norm = zero[0]
         if rows:
             norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-        mean = run.hardware.ranks.sum_on_device(sum(losses, zero)) / max(items, 1)
+        sums = run.hardware.ranks.sum_on_device(sums)
+        mean = sums[0] / max(items, 1)
         done = window
         heart.beat("loading rows", number)
         window = next(ahead, None)  # the host prepares the next rows while the device works
@@ -139,6 +130,8 @@ def _stretch(run: Run) -> Iterator[Step]:
             stop=window is not None and window.agreed()[3] > 0,  # the newest message, so at this very step
             loss_tensor=mean,
             norm_tensor=norm,
+            source_items=dict(zip(sources, more[: len(sources)], strict=True)),
+            source_tensor=sums[1:],
         )
         if run.flags.must_go_back:  # the caller has asked
             break

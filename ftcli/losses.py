@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .errors import InputError
+
 # Logits that are turned to float32 at once: 2^27 elements are 512 MiB. More are done in pieces, and again backward.
 PIECE = 2**27
 
@@ -35,6 +37,28 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
 def _again_backward(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     result: Tensor = checkpoint(function, *tensors, use_reentrant=False)
     return result
+
+
+def sum_by_source(loss: Tensor, parts: Tensor, sources: Tensor | None, count: int) -> Tensor:
+    """Return `[1 + S]` float32: the `loss` of a micro-batch, a scalar, and behind it what each of S sources adds to it.
+
+    `parts [N]` sum up to the loss, `sources [N]` are the numbers of their sources (-1: padding); None: nothing is told
+    apart. A part that is not finite stays with its source. No device sync. Raises `InputError` where the two do not
+    fit: the task gave a sum, or other parts than the protocol says.
+    """
+    if sources is None:
+        return loss[None]
+    if parts.shape != sources.shape:
+        told = f"data.train has several sources, and the task's `loss` gave {_shape(parts)}, not {_shape(sources)}"
+        hint = "return the loss of every item in the order of the rows, not a sum, so that sources can be told apart"
+        raise InputError(told, hint=hint)
+    numbers = torch.arange(count, dtype=sources.dtype, device=sources.device)
+    by_source = torch.where(sources == numbers[:, None], parts, 0.0)  # [S, N]; added up in the same order each time
+    return torch.cat([loss[None], by_source.sum(dim=1)])
+
+
+def _shape(tensor: Tensor) -> str:
+    return "a scalar" if tensor.dim() == 0 else f"values {list(tensor.shape)}"
 
 
 def return_token_nll(model: nn.Module) -> None:

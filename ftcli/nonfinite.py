@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
     from .hardware import Hardware
     from .recipe import Faults
+    from .row_names import NameRows
     from .run import Run
 
-MOST_NAMED = 32  # sample ids of one rank in a message
+MOST_NAMED = 32  # rows of one rank in a message
 REMEDY = "lower optimizer.learning_rate, lengthen schedule.warmup_steps, or look at these rows"
 
 
@@ -50,6 +51,7 @@ class Flags:
         self.section, self.ranks = section, hardware.ranks
         self.must_go_back = False
         self.excluded = excluded  # sample ids that the loader leaves out from now on
+        self.name_rows: NameRows = lambda ids: [f"sample {number}" for number in ids]  # until the rows are known
         self.record: list[dict[str, Any]] = []  # of each bad step that was survived; state.json keeps it
         self._overflows = hardware.loss_scale is not None
         self._pending: _Pending | None = None
@@ -99,8 +101,10 @@ class Flags:
             int(i) for ids, loss in zip(pending.ids, losses, strict=True) if not math.isfinite(loss) for i in _real(ids)
         ]
         everything = self.ranks.collect((mine, [int(i) for ids in pending.ids for i in _real(ids)]))
-        told = f"{what}; {_suspects([suspects for suspects, _ in everything])}"
         samples = sorted(i for _, all_of_rank in everything for i in all_of_rank)
+        told = f"{what}; {_suspects([self.name_rows(suspects) for suspects, _ in everything])}"
+        if not any(suspects for suspects, _ in everything):
+            told += f"; the step is of rows {_few(self.name_rows(samples))}"
         policy, step = self.section.non_finite, pending.step
         if policy == "stop":
             hint = "to go on without such a step set faults.non_finite to skip or rollback"
@@ -158,11 +162,12 @@ def _real(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return ids[ids != PADDING]
 
 
-def _suspects(by_rank: list[list[int]]) -> str:
+def _suspects(by_rank: list[list[str]]) -> str:
     """Return which ranks saw a loss that is not finite, and of which rows."""
-    told = []
-    for rank, ids in enumerate(by_rank):
-        if ids:
-            more = f" and {len(ids) - MOST_NAMED} more" if len(ids) > MOST_NAMED else ""
-            told.append(f"rank {rank}, samples {', '.join(map(str, sorted(ids)[:MOST_NAMED]))}{more}")
+    told = [f"rank {rank}, rows {_few(names)}" for rank, names in enumerate(by_rank) if names]
     return "not finite on " + "; ".join(told) if told else "the loss is finite on every rank, the gradient is not"
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

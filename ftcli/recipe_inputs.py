@@ -152,7 +152,10 @@ Sources = Annotated[list[Source], Field(min_length=1)]
 class Data(Section):
     """Which rows are trained and evaluated."""
 
-    train: Source | Sources = Field(description="Rows to train on: one source, or a list of them.")
+    train: Source | Sources = Field(
+        description="Rows to train on: one source, or a list of them, each then with a loss of its own "
+        "(`train/<label>/loss`)."
+    )
     eval: Source | Sources | None = Field(
         None,
         description="Rows to evaluate on: one source, or a list of them, each then with a loss of its own "

@@ -130,6 +130,7 @@ class Reporter:
             "learning_rate": step.learning_rate,
             "items": step.items,
             "samples": step.samples,
+            **{f"train/{name}/loss": loss for name, loss in step.source_losses.items()},
             **({} if self.run.rows.streamed else {"epoch": self._epoch(step.number)}),
             f"{self.run.task.item}s_per_second": self._items / elapsed,
             "rows_per_second": self._rows / elapsed,

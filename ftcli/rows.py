@@ -48,15 +48,21 @@ def model_folder(name: str) -> Path | None:
 
 
 def labels_of(sources: Sequence[Source]) -> list[str]:
-    """Return what each source is called in reports: its label, else its file's name, else its path where two agree."""
+    """Return what each source is called in reports: its label, else its file's name, else its path where two agree.
+
+    Raises `InputError` where two are still called the same: their losses could not be told apart.
+    """
     stems = [
         Path(source.path).stem if local_path(source.path) and "*" not in source.path else source.path
         for source in sources
     ]
-    return [
+    labels = [
         source.label or (stem if stems.count(stem) == 1 else source.path)
         for source, stem in zip(sources, stems, strict=True)
     ]
+    if double := [label for label in labels if labels.count(label) > 1]:
+        raise InputError(f"two sources of data are called {double[0]!r}", hint="give each a `label` of its own")
+    return labels
 
 
 def first_row(source: Source) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from .positions import check_lengths
 from .recipe import Recipe
 from .recipe_file import load_recipe
 from .resumption import check_rows
+from .row_names import row_names
 from .run_folder import RunFolder
 from .sampling import TrainOrder, seed_of
 from .saving import Saving
@@ -170,6 +171,7 @@ def prepare(
     model, optimizer, train_loader, eval_loader = _hand_over(hardware, model, optimizer, *loaders)
     if train_loader is None:
         train_loader = _build_stream(loaded, plan, task, rows, hardware, start)
+    flags.name_rows = row_names(loaded, rows, train_loader)
     run = Run(
         recipe=loaded,
         plan=plan,
@@ -312,7 +314,8 @@ def _go_on(run: Run, checkpoint: Path) -> None:
     from .checkpoint import load
 
     state = read_state(checkpoint)
-    run.hardware.settle_buckets(run.model, lambda: run.task.loss(run.model, run.any_batch()))  # buffers are loaded next
+    # Before buffers are loaded.
+    run.hardware.settle_buckets(run.model, lambda: run.task.loss(run.model, run.any_batch()).sum())
     load(run, checkpoint)
     run.is_measured = bool(state["metrics"])
     run.flags.restore(state["not_finite"])

@@ -312,6 +312,16 @@ def _git_commit() -> str | None:
     return result.stdout.strip() or None if result.returncode == 0 else None
 
 
+def _source_losses(training: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the first and last loss of each of several sources, over the steps that had rows of it."""
+    names = dict.fromkeys(name for row in training for name in row if name.startswith("train/"))
+    for name in names:
+        rows = [row for row in training if name in row]
+        first, last = rows[0], rows[-1]
+        label = name.removeprefix("train/").removesuffix("/loss")
+        yield f"{label}: {first[name]:.4f} at step {first['step']}, {last[name]:.4f} at step {last['step']}"
+
+
 def show_run(path: str | Path) -> Iterable[str]:
     """Return a run folder as text, one fact a line; raises `InputError` when there is no run."""
     folder = RunFolder(path)
@@ -327,6 +337,7 @@ def show_run(path: str | Path) -> Iterable[str]:
     if training:
         first, last = training[0], training[-1]
         lines.append(f"loss     {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at step {last['step']}")
+        lines += [f"loss     {told}" for told in _source_losses(training)]
     for row in folder.metrics():
         if "loss" not in row:
             values = ", ".join(f"{k} {v:.4g}" for k, v in row.items() if k.startswith("eval/"))

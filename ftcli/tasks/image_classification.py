@@ -117,10 +117,10 @@ class Task:
         return int((batch["targets"] != -100).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the summed cross-entropy."""
+        """Return the cross-entropy `[B]`."""
         from ..losses import cross_entropy_rows
 
-        return cross_entropy_rows(model(pixel_values=batch["pixel_values"]).logits, batch["targets"]).sum()
+        return cross_entropy_rows(model(pixel_values=batch["pixel_values"]).logits, batch["targets"])
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return loss, items, target and prediction of every row `[B]`."""

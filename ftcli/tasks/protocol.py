@@ -25,7 +25,7 @@ class RowError(ValueError):
 
 
 class Task(Protocol):
-    """What is trained: rows to tensors, tensors to a summed loss, evaluation rows to metrics.
+    """What is trained: rows to tensors, tensors to losses that are summed, evaluation rows to metrics.
 
     A task whose rows are documents of a language model says `packs = True`: `collate` then lays training rows end to
     end where the recipe asks for it (`tokens.flat_batch`), and `finish_model` confines attention to each
@@ -76,7 +76,11 @@ class Task(Protocol):
         """Return how many items the loss of this batch is a sum over."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss, a float32 sum over the batch's items, a scalar. Calls the model once."""
+        """Return the parts of the loss, float32 `[N]`, whose sum is trained. Calls the model once.
+
+        N: the items, those of a row together and rows in order, where `item` is token; else the rows, padding too,
+        which has 0. Their sum instead, a scalar, will do for one source: those of several are told apart by parts.
+        """
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return one value per row `[B]` for each name; must hold `loss` (a sum) and `items`."""

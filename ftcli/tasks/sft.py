@@ -153,9 +153,9 @@ class Task:
         return int(batch["targets"].numel())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the summed negative log-likelihood of the trained tokens."""
+        """Return the negative log-likelihood `[N]` of the trained tokens."""
         nll: Tensor = model(**batch)["nll"]
-        return nll.sum()
+        return nll
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return loss and items of every row `[B]`."""

@@ -108,11 +108,11 @@ class Task:
         return int((batch["targets"] != -100).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the summed cross-entropy."""
+        """Return the cross-entropy `[B]`."""
         from ..losses import cross_entropy_rows
 
         inputs = {name: value for name, value in batch.items() if name != "targets"}
-        return cross_entropy_rows(model(**inputs).logits, batch["targets"]).sum()
+        return cross_entropy_rows(model(**inputs).logits, batch["targets"])
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return loss, items, target and prediction of every row `[B]`."""

@@ -11,7 +11,8 @@ import torch
 
 from ftcli import tasks
 from ftcli.cache import prepare_rows
-from ftcli.loaders import Rows
+from ftcli.loaders import Collate, Rows
+from ftcli.losses import sum_by_source
 from ftcli.sampling import PADDING
 
 from ..multiprocess.cells import cell, write_inputs
@@ -53,7 +54,7 @@ class Setup:
         return self.task.collate([document for index in indices for document in self.rows[0, index]])
 
     def loss(self, *indices: int) -> float:
-        return float(self.task.loss(self.model, self.batch(*indices)).detach())
+        return float(self.task.loss(self.model, self.batch(*indices)).detach().sum())
 
 
 @pytest.fixture(scope="module", params=sorted(NAMES))
@@ -76,13 +77,24 @@ def test_the_count_is_additive_and_what_the_rows_say(setup: Setup) -> None:
 def test_padding_rows_change_neither_loss_nor_count(setup: Setup) -> None:
     with_padding, alone = setup.batch(0, 1, PADDING, PADDING), setup.batch(0, 1)
     assert setup.task.count(with_padding) == setup.task.count(alone)
-    loss = float(setup.task.loss(setup.model, with_padding).detach())
-    assert loss == pytest.approx(float(setup.task.loss(setup.model, alone).detach()), rel=1e-5)
+    loss = float(setup.task.loss(setup.model, with_padding).detach().sum())
+    assert loss == pytest.approx(float(setup.task.loss(setup.model, alone).detach().sum()), rel=1e-5)
     assert [row["id"] for row in setup.rows[0, PADDING]] == [PADDING]
 
 
+def test_the_parts_of_a_loss_stand_in_the_order_of_the_rows(setup: Setup) -> None:
+    indices = (3, PADDING, 0, 2, 4)
+    rows = [[row | {"source": place} for row in setup.rows[0, index]] for place, index in enumerate(indices)]
+    batch = Collate(setup.task, sources=True)(rows)
+    batch.pop("sample_ids")
+    sources = batch.pop("item_sources")
+    parts = setup.task.loss(setup.model, batch).detach()
+    by_row = sum_by_source(parts.sum(), parts, sources, len(indices))[1:].tolist()
+    assert by_row == pytest.approx([0.0 if index == PADDING else setup.loss(index) for index in indices], rel=1e-4)
+
+
 def test_a_batch_of_padding_gives_zero_and_a_gradient_that_is_zero(setup: Setup) -> None:
-    loss = setup.task.loss(setup.model, setup.batch(PADDING, PADDING))
+    loss = setup.task.loss(setup.model, setup.batch(PADDING, PADDING)).sum()
     assert float(loss.detach()) == 0.0
     loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in setup.model.parameters())
@@ -103,7 +115,9 @@ def test_rows_laid_end_to_end_give_the_loss_and_gradient_of_padded_ones(setup: S
     batch, padded = flat.collate(rows), setup.batch(*range(5))
     assert batch["input_ids"].shape == (1, sum(len(row["input_ids"]) for row in rows))
     assert flat.count(batch) == setup.task.count(padded)
-    found, wanted = flat.loss(model, batch), setup.task.loss(setup.model, padded)
+    parts, wanted_parts = flat.loss(model, batch), setup.task.loss(setup.model, padded)
+    torch.testing.assert_close(parts, wanted_parts, atol=1e-4, rtol=1e-4)
+    found, wanted = parts.sum(), wanted_parts.sum()
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
     found.backward()
     wanted.backward()
@@ -127,7 +141,7 @@ def reaches_the_next_document(model: Any, rows: list[Any], task: Any, bounds: An
 
 
 def test_every_trained_parameter_gets_a_gradient(setup: Setup) -> None:
-    setup.task.loss(setup.model, setup.batch(0, 1, 2, 3)).backward()
+    setup.task.loss(setup.model, setup.batch(0, 1, 2, 3)).sum().backward()
     without = [name for name, p in setup.model.named_parameters() if p.requires_grad and p.grad is None]
     setup.model.zero_grad()
     assert without == []

@@ -17,7 +17,7 @@ from ftcli.checkpoint_folder import checkpoints_of, describe, read_state
 from ftcli.errors import InputError
 from ftcli.recipe_file import load_recipe
 from ftcli.run_folder import RunFolder
-from ftcli.sampling import epoch_order
+from ftcli.sampling import epoch_order, held_out
 
 from ..multiprocess.cells import write_inputs
 
@@ -67,6 +67,11 @@ Ftcli = Callable[..., tuple[int, str]]
 def ids_of(step: int) -> list[int]:
     """Return the sample ids of a step of the first epoch, in global order."""
     return [int(index) for index in epoch_order(42 - 5, 0, 0)[(step - 1) * 6 : step * 6]]
+
+
+def names_of(ids: list[int]) -> str:
+    """Return what messages call training rows: their file, and their number among all its rows."""
+    return ", ".join(f"chats.jsonl:{held_out(42, 5, 0)[0][number] + 1}" for number in sorted(ids))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +125,7 @@ def test_a_step_that_is_not_finite_stops_the_run_though_it_is_not_logged(train: 
     ids = ids_of(4)
     code, said = train(tmp_path / "run", BAD_IDS=str(ids[0]))
     assert code == 1 and "Traceback" not in said
-    told = f"step 4: loss nan, gradient norm nan; not finite on rank 0, samples {str(sorted(ids[:3]))[1:-1]}."
+    told = f"step 4: loss nan, gradient norm nan; not finite on rank 0, rows {names_of(ids[:3])}."
     assert told in said.splitlines()[-1] and said.count("loss nan") == 1
     assert saved_steps(tmp_path / "run") == [2] and not (tmp_path / "run" / "final").exists()
     status = RunFolder(tmp_path / "run").status()
@@ -215,7 +220,7 @@ def test_two_ranks_name_the_bad_one(inputs: Path, tmp_path: Path) -> None:
     ids = ids_of(4)
     code, said = train_on_two(inputs, tmp_path / "bad", BAD_IDS=str(ids[-1]))
     assert code == 1 and "loop.py" not in said, said  # no stack of ours; the launcher's own stands there
-    assert f"not finite on rank 1, samples {str(sorted(ids[3:]))[1:-1]}." in said.splitlines()[-1]
+    assert f"not finite on rank 1, rows {names_of(ids[3:])}." in said.splitlines()[-1]
     assert saved_steps(tmp_path / "bad") == [2]
 
 

@@ -239,6 +239,34 @@ def test_a_whole_model_is_exported_and_has_nothing_to_merge(
     assert not changes or "did not train a model that generates text" in err
 
 
+def test_several_sources_have_a_loss_each_in_the_steps_that_have_their_rows(
+    inputs: Path, train: Callable[..., Path], ftcli: Ftcli
+) -> None:
+    chats = (inputs / "chats.jsonl").read_text().splitlines(keepends=True)
+    (inputs / "many.jsonl").write_text("".join(chats[:40]))
+    (inputs / "few.jsonl").write_text("".join(chats[40:]))
+    sources = [{"path": "many.jsonl"}, {"path": "few.jsonl", "label": "rare"}]
+    run = train(
+        {
+            "data": {
+                "train": sources,
+                "eval": [dict(one) for one in sources[::-1]],
+                "max_length": 128,
+                "drop_last": False,
+            }
+        }
+    )
+    training, evaluations = rows_of(run)
+    keys = {"train/many/loss", "train/rare/loss"}
+    assert "train/many/loss" in training[0] and all(row["train/many/loss"] > 0 for row in training)
+    told = [keys & set(row) for row in training]
+    assert {"train/many/loss"} in told  # 42 rows in steps of 6, two of them rare: most steps have none
+    assert all(row["loss"] == pytest.approx(row["train/many/loss"]) for row in training if len(keys & set(row)) == 1)
+    assert {"eval/many/loss", "eval/rare/loss"} <= set(evaluations[0])
+    first, last = training[0]["train/many/loss"], training[-1]["train/many/loss"]
+    assert f"loss     many: {first:.4f} at step 1, {last:.4f} at step 4\n" in ftcli("show", run)[1]
+
+
 def test_tensorboard_gets_the_rows_when_asked(train: Callable[..., Path]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -33,7 +33,7 @@ def curve(recipe: Any) -> list[dict[str, Any]]:
     from ftcli.loop import steps
     from ftcli.run import prepare
 
-    kept = ("loss", "grad_norm", "learning_rate", "items", "samples", "rows")
+    kept = ("loss", "grad_norm", "learning_rate", "items", "samples", "rows", "source_items", "source_losses")
     return [{name: getattr(step, name) for name in kept} for step in steps(prepare(recipe, cpu=True))]
 
 
@@ -83,8 +83,9 @@ def short_curves(folder: Path, sizes: list[int]) -> dict[str, list[dict[str, Any
 def assert_same(wanted: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
     assert len(wanted) == len(found)
     for a, b in zip(wanted, found, strict=True):
-        for name in ("learning_rate", "items", "samples", "rows"):
+        for name in ("learning_rate", "items", "samples", "rows", "source_items"):
             assert b[name] == a[name]
+        assert b["source_losses"] == pytest.approx(a["source_losses"], rel=1e-5)
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
 

@@ -22,19 +22,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "padding-free": {"micro": 2, "data": {"packing": False, "padding_free": True}},
     "grouped, micro 1": {"micro": 1, "data": {"packing": False, "group_by_length": True}},
     "grouped, micro 2": {"micro": 2, "data": {"packing": False, "group_by_length": True}},
+    "sources, packed": {"micro": 1, "sources": True},
+    "sources, padded": {"micro": 2, "sources": True, "data": {"packing": False}},
+    "sources, padding-free": {"micro": 2, "sources": True, "data": {"packing": False, "padding_free": True}},
 }
+PARTS = {"many": slice(24), "some": slice(24, 39), "few": slice(39, None)}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     write_inputs(folder)
+    chats = (folder / "chats.jsonl").read_text().splitlines(keepends=True)
+    for name, part in PARTS.items():
+        (folder / f"{name}.jsonl").write_text("".join(chats[part]))
     return folder
 
 
 def recipe(folder: Path, name: str) -> Any:
     variant = VARIANTS[name]
-    source = {"train": {"path": str(folder / "chats.jsonl")}, "eval_rows": 5, "max_length": 256, "drop_last": False}
+    train: Any = [str(folder / f"{name}.jsonl") for name in PARTS if "sources" in variant] or str(
+        folder / "chats.jsonl"
+    )
+    source = {"train": train, "eval_rows": 5, "max_length": 256, "drop_last": False}
     return cell(
         folder,
         "sft-tied",
@@ -80,6 +90,21 @@ def test_a_packed_epoch_delivers_every_document_once(inputs: Path, single: dict[
 
 def test_padding_free_is_a_machine_hint_and_moves_nothing(single: dict[str, Any]) -> None:
     assert_same(single["padded"], single["padding-free"])
+
+
+def test_the_losses_of_sources_add_up_and_a_source_without_rows_in_a_step_has_none(single: dict[str, Any]) -> None:
+    assert_same(single["sources, padded"], single["sources, padding-free"])
+    for name in ("sources, packed", "sources, padded"):
+        curve = single[name]
+        for step in curve:
+            assert set(step["source_items"]) == set(PARTS)
+            present = {label: items for label, items in step["source_items"].items() if items}
+            assert set(step["source_losses"]) == set(present) and sum(present.values()) == step["items"]
+            total = sum(step["source_losses"][label] * items for label, items in present.items())
+            assert step["loss"] == pytest.approx(total / step["items"], rel=1e-6)
+    assert any(len(step["source_losses"]) < 3 for step in single["sources, padded"])
+    assert any(len(step["source_losses"]) == 3 for step in single["sources, packed"])
+    assert all(step["source_losses"] == {} for step in single["padded"])
 
 
 def hold(profile: str, inputs: Path, single: dict[str, Any]) -> None:

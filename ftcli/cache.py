@@ -280,7 +280,7 @@ def _source_digest(source: Source) -> Any:
     check_source(source, {})
     path = local_path(source.path)
     if path is None:
-        return [source.path, source.name, source.split]
+        return [source.path, source.name, source.split, source.revision]
     if path.is_dir():
         listing = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file, _ in image_files(path)]
         return hashlib.sha256(json.dumps(listing).encode()).hexdigest()

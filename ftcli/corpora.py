@@ -10,29 +10,39 @@ import glob
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .assets import asset_path
 from .errors import InputError, RunError
+from .lines import COMPRESSED, PARSERS, check_compression, read_lines, require_size, suffix_of
 from .rows import FORMATS, check_source, first_row, require_columns
-from .streaming import Corpus, open_corpus, share_out
+from .streaming import Bad, Corpus, one_too_many, open_corpus, share_out
+from .tasks.protocol import RowError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
     from .recipe import Recipe, Source
 
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 FIRST_ROWS = 256  # that stand for a stream where some of its rows must be known: its format, its preview
+PACKAGES = {  # what reads a protocol, where it goes with fsspec's own version and where not
+    "s3": "s3fs=={}",
+    "s3a": "s3fs=={}",
+    "gs": "gcsfs=={}",
+    "gcs": "gcsfs=={}",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+}
 WANTED_FILES = 8  # with which the usual numbers of processes share out the reading
 
 
 def format_of(name: str) -> str | None:
     """Return what `datasets` calls the format of a file, by its name without a compression's ending."""
-    path = PurePosixPath(name.partition("?")[0])
-    return FORMATS.get(PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix)
+    return FORMATS.get(suffix_of(name))
 
 
 def is_address(name: str) -> bool:
@@ -72,19 +82,23 @@ def check_corpus(source: Source, columns: Mapping[str, str]) -> None:
     """
     files = local_files(source)
     if files is not None:
-        if format_of(files[0]) == FORMATS.get(Path(files[0]).suffix):  # not compressed
-            check_source(source.model_copy(update={"path": files[0]}), dict(columns))
-        elif not Path(files[0]).exists():
-            raise InputError(f"no data at {Path(files[0]).absolute()}", hint="is the path right?")
+        first = _first_filled(files)
+        if format_of(first) == FORMATS.get(Path(first).suffix):  # not compressed
+            check_source(source.model_copy(update={"path": first}), dict(columns))
+        elif not Path(first).exists():
+            raise InputError(f"no data at {Path(first).absolute()}", hint="is the path right?")
+        for file in files:
+            check_compression(file)
     elif is_address(source.path):
         _one_format([source.path], source.path)
+        check_compression(source.path)
         _file_system(source.path)
 
 
-def list_files(source: Source) -> tuple[list[str], list[int]] | None:
+def list_files(source: Source) -> tuple[list[str], list[int | None]] | None:
     """Return (files, their sizes in bytes) of a source, also behind an address; None: a name on the hub.
 
-    A size is 0 for an empty file only: where a server does not tell, all count as equally large.
+    A size is None where a server does not tell.
     """
     files = local_files(source)
     if files is not None:
@@ -102,45 +116,88 @@ def list_files(source: Source) -> tuple[list[str], list[int]] | None:
         raise InputError(f"data.train: {source.path} cannot be read: {told}", hint="is the address right?") from error
     if not found:
         raise InputError(f"data.train: no file matches {source.path}")
-    return found, [1] * len(found) if None in sizes else sizes
+    return found, sizes
 
 
 def corpus_digest(source: Source) -> Any:
     """Return what stands for the content of a source that is too large to be read: names and sizes of its files."""
     listed = list_files(source)
-    return ["stream", source.path, source.name, source.split, listed]
+    return ["stream", source.path, source.name, source.split, source.revision, listed]
 
 
 def first_of_stream(source: Source) -> dict[str, Any] | None:
     """Return a stream's first row where that needs no library; None where it does."""
     files = local_files(source)
-    if files is None or Path(files[0]).suffix in COMPRESSED:
+    if files is None or Path(first := _first_filled(files)).suffix in COMPRESSED:
         return None
-    return first_row(source.model_copy(update={"path": files[0]}))
+    return first_row(source.model_copy(update={"path": first}))
+
+
+def _first_filled(files: list[str]) -> str:
+    """Return the first file that holds anything, else the first."""
+    return next((file for file in files if os.path.exists(file) and os.path.getsize(file)), files[0])
 
 
 def open_source(source: Source, columns: Mapping[str, str]) -> Corpus:
-    """Return the files of a source, each readable from any row on, with columns renamed to what the task expects."""
+    """Return the files of a source, each readable from any row on, with columns renamed to what the task expects.
+
+    Files whose size is not known count as equally large.
+    """
     listed = list_files(source)
-    files, sizes = ([], None) if listed is None else listed
-    corpus = open_corpus(_open_hub(source) if listed is None else _open_files(files), sizes, files)
+    if listed is None:
+        corpus = open_corpus(_open_hub(source))
+    else:
+        files, sizes = listed
+        weights = tuple(1 if None in sizes else size or 0 for size in sizes)
+        shards = None if all(suffix_of(file) in PARSERS for file in files) else open_corpus(_open_files(files))
+        corpus = Corpus(weights, Files(files, sizes, shards), tuple(files))
     return Corpus(corpus.sizes, Renamed(corpus, dict(columns)), corpus.names)
 
 
-def first_rows(source: Source, columns: Mapping[str, str]) -> Dataset:
-    """Return the first rows of the first files of a source, for what must be known of rows before any is trained on."""
+def first_rows(source: Source, columns: Mapping[str, str], *, most_bad: int = 0) -> Dataset:
+    """Return the first rows of the first files of a source, for what must be known of rows before any is trained on.
+
+    Raises `InputError` when more than `most_bad` of them are no rows at all.
+    """
     from datasets import Dataset
 
     corpus = open_source(source, columns)
     rows: list[dict[str, Any]] = []
+    bad = 0
     for file in range(len(corpus.sizes)):
-        rows += islice(corpus.read(file, 0), FIRST_ROWS - len(rows))
+        for number, row in enumerate(corpus.read(file, 0)):
+            if not isinstance(row, RowError):
+                rows.append(row)
+            elif (bad := bad + 1) > most_bad:
+                raise one_too_many(corpus, [Bad(file, number, str(row))], bad, most_bad)
+            if len(rows) == FIRST_ROWS:
+                break
         if len(rows) == FIRST_ROWS:
             break
     if not rows:
         raise InputError(f"{source.path} has no rows")
-    require_columns(list(rows[0]), columns, source.path)
-    return Dataset.from_list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    require_columns(names, columns, source.path)
+    return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+
+
+@dataclass(frozen=True)
+class Files:
+    """Reads files by their number: line by line where a row is a line, else through `datasets`."""
+
+    names: list[str]
+    sizes: list[int | None]
+    shards: Corpus | None  # None: a row is a line
+
+    def __call__(self, file: int, skip: int) -> Iterator[dict[str, Any] | RowError]:
+        """Yield the rows of a file from row `skip` on; raises `RunError` when it is not the file it was."""
+        name, size = self.names[file], self.sizes[file]
+        if self.shards is None:
+            yield from read_lines(name, skip, size=size)
+            return
+        if not is_address(name):
+            require_size(name, size, os.path.getsize(name))
+        yield from self.shards.read(file, skip)
 
 
 @dataclass(frozen=True)
@@ -150,12 +207,12 @@ class Renamed:
     corpus: Corpus
     columns: dict[str, str]  # name the task expects -> name in the file
 
-    def __call__(self, file: int, skip: int) -> Iterator[dict[str, Any]]:
+    def __call__(self, file: int, skip: int) -> Iterator[dict[str, Any] | RowError]:
         """Yield the rows of a file from row `skip` on."""
         done = skip
         try:
             for row in self.corpus.read(file, skip):
-                yield self._renamed(row)
+                yield row if isinstance(row, RowError) else self._renamed(row)
                 done += 1
         except (InputError, RunError):
             raise
@@ -219,7 +276,9 @@ def _file_system(address: str) -> Any:
     try:
         return fsspec.filesystem(protocol)
     except ImportError as error:
-        raise InputError(f"data.train: {protocol}:// cannot be read here: {error}", hint="pip install it") from error
+        package = PACKAGES.get(protocol)
+        hint = f"pip install {package.format(fsspec.__version__)}" if package else "install what it names"
+        raise InputError(f"data.train: {protocol}:// cannot be read here: {error}", hint=hint) from error
     except ValueError as error:
         raise InputError(f"data.train: {address}: unknown protocol {protocol}://") from error
 
@@ -239,4 +298,4 @@ def _open_hub(source: Source) -> IterableDataset:
     from .rows import told_of_hub
 
     with told_of_hub(source):
-        return load_dataset(source.path, source.name, split=source.split, streaming=True)
+        return load_dataset(source.path, source.name, split=source.split, revision=source.revision, streaming=True)

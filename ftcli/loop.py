@@ -76,6 +76,7 @@ def windows(run: Run) -> Iterator[Window]:
         ids = np.concatenate(parts)
         items = sum(run.task.count(batch) for batch in window)
         message = [items, digest(ids), int((ids != PADDING).sum()), int(run.stop.requested() or run.saving.failed())]
+        message += run.stream.tally() if run.stream else []
         yield Window(window, parts, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
 
 
@@ -101,7 +102,8 @@ def _stretch(run: Run) -> Iterator[Step]:
     for number in range(run.first_step, run.steps):
         assert window is not None
         heart.beat("waiting for ranks", number)
-        items, samples, rows, _ = window.agreed()
+        items, samples, rows, _, *read = window.agreed()
+        run.settle_stream(read, number + 1)
         rate = run.learning_rate(number)
         for group in optimizer.param_groups:  # before the window: some backends step inside backward
             group["lr"] = rate * group["lr_factor"]

@@ -76,6 +76,17 @@ class Run:
         return self.plan.steps
 
     @property
+    def stream(self) -> StreamLoader | None:
+        """The loader of training rows, where they are a stream."""
+        loader: Any = self.train_loader
+        return loader if self.rows.streamed else None
+
+    def settle_stream(self, sums: Sequence[int], step: int) -> None:
+        """Take what all processes read of a stream for a step; raises `InputError` for too many unusable rows."""
+        if self.stream is not None:
+            self.stream.settle(sums, step)
+
+    @property
     def evaluates(self) -> bool:
         """Whether an evaluation has anything to do: rows to measure or prompts to answer."""
         return self.eval_loader is not None or bool(self.prompts)
@@ -147,6 +158,7 @@ def prepare(
     from .models import quiet_libraries
     from .nonfinite import Flags
     from .optimizers import build_optimizer
+    from .stream_loader import build_stream
     from .tasks import build_task
 
     quiet_libraries()
@@ -183,7 +195,7 @@ def prepare(
     with hardware.handing_out(model, optimizer):
         model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
     prepared = iter(loaders)
-    stream = _stream(loaded, plan, task, rows, hardware, resume) if train_loader is None else None
+    stream = build_stream(loaded, plan, task, rows.facts, hardware.ranks, flags.excluded) if rows.streamed else None
     facts = [
         *rows.told,
         *([] if stream is None else [stream.told]),
@@ -212,6 +224,8 @@ def prepare(
     )
     check_disk(run)
     if resume is not None:
+        if stream is not None:
+            stream.go_back(first_step, read_state(Path(resume)).get("stream"))
         hardware.settle_buckets(model, lambda: task.loss(model, run.any_batch()))  # before buffers are loaded
         load(run, Path(resume))
         run.is_measured = bool(read_state(Path(resume))["metrics"])
@@ -228,17 +242,6 @@ def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:
     check_rows(state, rows.fingerprint, anyway=anyway)
     step: int = state["step"]
     return step
-
-
-def _stream(
-    recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, hardware: Hardware, resume: str | Path | None
-) -> StreamLoader:
-    """Return the loader of a stream, at its beginning or where a checkpoint stands; every process reads its own."""
-    from .stream_loader import build_stream
-
-    state = None if resume is None else read_state(Path(resume))
-    start = None if state is None else (state["step"], state.get("stream"))
-    return build_stream(recipe, plan, task, rows.facts, hardware.ranks.rank, start)
 
 
 def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path | None) -> nn.Module:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftcli.checkpoint import save
 from ftcli.checkpoint_folder import checkpoint_path, read_state
 from ftcli.errors import InputError
+from ftcli.loop import Step, steps
 from ftcli.recipe import Recipe
 from ftcli.run import prepare
 from ftcli.testing import run_on_cpu
@@ -128,6 +131,98 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_its_file_and_number(
         curve(found)
 
 
+BAD = {(0, 3): 7, (1, 20): "", (3, 29): 7}
+
+
+def with_bad_rows(folder: Path, most: int = 3, **changes: Any) -> Recipe:
+    """The recipe over shards of which some rows cannot be used: two are of another type, or empty, one is no JSON."""
+    shards = folder / "some-bad"
+    shards.mkdir(exist_ok=True)
+    for path in sorted((folder / "shards").glob("?.jsonl")):
+        rows = path.read_text().splitlines()
+        for (file, row), completion in BAD.items():
+            if file == int(path.stem):
+                rows[row] = json.dumps({"ask": "alpha", "completion": completion})
+        if path.stem == "2":
+            rows[11] = '{"ask": "alpha", '
+        (shards / path.name).write_text("\n".join(rows) + "\n")
+    data = {"train": str(shards), "max_bad_rows": most} | changes.pop("data", {})
+    return recipe(folder, data=data, **changes)
+
+
+def reading(recipe: Recipe, checkpoint: Path | None = None) -> list[tuple[int, dict[str, int | float]]]:
+    """Return (digest of the rows, what was read) of every step; one that has too many unusable rows ends it."""
+    run = prepare(recipe, cpu=True, resume=checkpoint)
+    assert run.stream is not None
+    return [(step.samples, run.stream.facts()) for step in steps(run)]
+
+
+def reading_of_bad_rows(folder: Path) -> list[tuple[int, dict[str, int | float]]]:
+    return reading(with_bad_rows(folder, 4))
+
+
+def told_of_too_many(folder: Path) -> str:
+    with pytest.raises(InputError) as told:
+        reading(with_bad_rows(folder, 3))
+    return str(told.value)
+
+
+def test_rows_that_cannot_be_used_are_left_out_and_counted(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = reading_of_bad_rows(inputs)
+    assert whole[-1][1]["bad_rows"] == 4 and whole[0][1]["bad_rows"] < 4
+    told = capsys.readouterr().err
+    for fact in ("row 4 of .*0.jsonl: ", "row 21 of .*1.jsonl: ", "row 12 of .*2.jsonl: is not JSON", "row 30 of .*3"):
+        assert len(re.findall(rf"left out {fact}", told)) == 1
+    assert "4 of data.max_bad_rows 4 left out" in told
+    assert reading(with_bad_rows(inputs, 4, data={"workers": 1})) == whole
+    save_cell(with_bad_rows(inputs, 4), tmp_path / "run", at=(3,))
+    capsys.readouterr()
+    assert reading(with_bad_rows(inputs, 4), checkpoint_path(tmp_path / "run", 3)) == whole[3:]
+    assert len(re.findall("left out row", capsys.readouterr().err)) == 4 - whole[2][1]["bad_rows"]
+
+
+def test_one_row_too_many_is_named(inputs: Path) -> None:
+    told = told_of_too_many(inputs)
+    assert re.search(r"row \d+ of .*some-bad/\d.jsonl: .* \(with it more than data.max_bad_rows 3 cannot be used\)", told)
+
+
+def test_a_stream_goes_back_to_its_checkpoint_and_leaves_the_rows_of_a_bad_step_out(
+    inputs: Path, tmp_path: Path
+) -> None:
+    found = recipe(inputs, checkpoint={"every_steps": 2}, faults={"non_finite": "rollback"})
+    run = prepare(found, cpu=True, output=tmp_path / "run")
+    loss, steps_seen = run.task.loss, list[Step]()
+    poisoned: list[int] = []
+
+    def poison(model: Any, batch: Any) -> Any:
+        value = loss(model, batch)
+        is_bad = len(steps_seen) == 4 and not poisoned
+        poisoned.extend([1] if is_bad else [])
+        return value * float("nan") if is_bad else value
+
+    run.task.loss = poison  # type: ignore[method-assign]
+    for step in steps(run):
+        steps_seen.append(step)
+        if step.number % 2 == 0 and run.flags.settle():
+            save(run, step.number, {})
+    numbers = [step.number for step in steps_seen]
+    assert numbers == [1, 2, 3, 4, 5, 6, 7, 8] or numbers == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    whole = [one["samples"] for one in curve(recipe(inputs))]
+    of_last = {step.number: step for step in steps_seen}
+    assert [of_last[n].samples for n in range(1, 9) if n != 5] == [whole[n - 1] for n in range(1, 9) if n != 5]
+    assert of_last[5].rows == 0 and len(run.flags.excluded) == 12
+
+
+@pytest.mark.slow
+def test_unusable_rows_are_the_same_on_every_number_of_processes(inputs: Path) -> None:
+    wanted, told = reading_of_bad_rows(inputs), told_of_too_many(inputs)
+    for processes in (2, 3):
+        assert run_on_cpu(reading_of_bad_rows, inputs, processes=processes) == [wanted] * processes
+    assert run_on_cpu(told_of_too_many, inputs, processes=2) == [told] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("profile", "processes"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("zero3", 2)])
 def test_a_streamed_run_has_one_curve_on_every_profile(inputs: Path, single: Any, profile: str, processes: int) -> None:
@@ -170,7 +265,7 @@ def test_check_preview_and_tokenize_tell_of_a_stream(inputs: Path, tmp_path: Pat
 
 
 def test_the_command_line_trains_a_stream_and_goes_on_with_it(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ftcli.__main__ import main
     from ftcli.recipe_file import dump_recipe
@@ -180,9 +275,11 @@ def test_the_command_line_trains_a_stream_and_goes_on_with_it(
     path, constant = tmp_path / "stream.yaml", {"name": "constant", "warmup_steps": 0}
     path.write_text(dump_recipe(recipe(inputs, schedule=constant, train={"max_steps": 4})))
     for arguments in (["--output", "whole"], ["--output", "two", "--set", "train.max_steps=2"]):
+        capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             main(["train", str(path), "--cpu", *arguments])
         assert end.value.code == 0
+    assert re.search(r"data.train: \d+ rows read, 0.00 passes", capsys.readouterr().err)
     with pytest.raises(SystemExit) as end:
         main(["train", str(path), "--cpu", "--output", "two", "--resume", "auto"])
     assert end.value.code == 0
@@ -190,5 +287,6 @@ def test_the_command_line_trains_a_stream_and_goes_on_with_it(
     kept = ("loss", "grad_norm", "samples", "items")
     curves = [[[row.get(name) for name in kept] for row in run.metrics() if "loss" in row] for run in (whole, two)]
     assert curves[0] == curves[1] and len(curves[0]) == 4
-    assert "epoch" not in next(iter(whole.metrics()))
+    first = next(iter(whole.metrics()))
+    assert first["epoch"] == 0 and first["rows_read"] > 12 and first["bad_rows"] == 0
     assert (two.final / "config.json").exists() and (two.path / "probe.safetensors").exists()

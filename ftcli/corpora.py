@@ -89,9 +89,12 @@ def check_corpus(source: Source, columns: Mapping[str, str]) -> None:
             raise InputError(f"no data at {Path(first).absolute()}", hint="is the path right?")
         for file in files:
             check_compression(file)
+        if (row := first_of_stream(source)) is not None:
+            require_columns(list(row), columns.values(), first)
     elif is_address(source.path):
-        _one_format([source.path], source.path)
-        check_compression(source.path)
+        if not _is_pattern(source.path) and suffix_of(source.path):
+            _one_format([source.path], source.path)
+            check_compression(source.path)
         _file_system(source.path)
 
 
@@ -108,15 +111,26 @@ def list_files(source: Source) -> tuple[list[str], list[int | None]] | None:
     system, protocol = _file_system(source.path), source.path.partition("://")[0]
     try:
         found = [source.path]
-        if glob.has_magic(source.path):
-            found = sorted(file if is_address(file) else f"{protocol}://{file}" for file in system.glob(source.path))
+        if _is_pattern(source.path):
+            found = system.glob(source.path)
+        elif not suffix_of(source.path):  # a folder
+            found = [file for file in system.find(source.path) if format_of(file)]
+        found = sorted(file if is_address(file) else f"{protocol}://{file}" for file in found)
         sizes = [system.info(file).get("size") for file in found]
     except Exception as error:  # each backend has exceptions of its own
         told = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"data.train: {source.path} cannot be read: {told}", hint="is the address right?") from error
     if not found:
         raise InputError(f"data.train: no file matches {source.path}")
+    _one_format(found, source.path)
+    for file in found:
+        check_compression(file)
     return found, sizes
+
+
+def _is_pattern(address: str) -> bool:
+    """Say whether an address stands for several; in https:// a question mark begins a query."""
+    return "*" in address.partition("?")[0] if address.startswith(("http://", "https://")) else glob.has_magic(address)
 
 
 def corpus_digest(source: Source) -> Any:
@@ -126,11 +140,15 @@ def corpus_digest(source: Source) -> Any:
 
 
 def first_of_stream(source: Source) -> dict[str, Any] | None:
-    """Return a stream's first row where that needs no library; None where it does."""
+    """Return a stream's first row where that needs no library; None where it does, or is none."""
     files = local_files(source)
-    if files is None or Path(first := _first_filled(files)).suffix in COMPRESSED:
+    if files is None:
         return None
-    return first_row(source.model_copy(update={"path": first}))
+    first = _first_filled(files)
+    if suffix_of(first) not in PARSERS:
+        return None if Path(first).suffix in COMPRESSED else first_row(source.model_copy(update={"path": first}))
+    row = next(Renamed(Corpus((1,), Files([first], [None], None), (first,)), {})(0, 0), None)
+    return row if isinstance(row, dict) else None
 
 
 def _first_filled(files: list[str]) -> str:

@@ -20,6 +20,7 @@ LIGHT_MODULES = [
     "cli",
     "attention",
     "corpora",
+    "lines",
     "streaming",
     "packing",
     "recipe",

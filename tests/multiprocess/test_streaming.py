@@ -185,7 +185,9 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(
 
 def test_one_row_too_many_is_named(inputs: Path) -> None:
     told = told_of_too_many(inputs)
-    assert re.search(r"row \d+ of .*some-bad/\d.jsonl: .* \(with it more than data.max_bad_rows 3 cannot be used\)", told)
+    assert re.search(
+        r"row \d+ of .*some-bad/\d.jsonl: .* \(with it more than data.max_bad_rows 3 cannot be used\)", told
+    )
 
 
 def test_a_stream_goes_back_to_its_checkpoint_and_leaves_the_rows_of_a_bad_step_out(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .addresses import file_system, is_address, is_folder, is_pattern, list_address
 from .assets import asset_path
 from .errors import InputError, RunError
 from .lines import COMPRESSED, PARSERS, check_compression, read_lines, require_size, suffix_of
@@ -26,28 +27,12 @@ if TYPE_CHECKING:
     from .recipe import Recipe, Source
 
 FIRST_ROWS = 256  # that stand for a stream where some of its rows must be known: its format, its preview
-PACKAGES = {  # what reads a protocol, where it goes with fsspec's own version and where not
-    "s3": "s3fs=={}",
-    "s3a": "s3fs=={}",
-    "gs": "gcsfs=={}",
-    "gcs": "gcsfs=={}",
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-}
 WANTED_FILES = 8  # with which the usual numbers of processes share out the reading
 
 
 def format_of(name: str) -> str | None:
     """Return what `datasets` calls the format of a file, by its name without a compression's ending."""
     return FORMATS.get(suffix_of(name))
-
-
-def is_address(name: str) -> bool:
-    """Say whether a name has a protocol: https://, s3://, hf://."""
-    return "://" in name
 
 
 def local_files(source: Source) -> list[str] | None:
@@ -92,10 +77,10 @@ def check_corpus(source: Source, columns: Mapping[str, str]) -> None:
         if (row := first_of_stream(source)) is not None:
             require_columns(list(row), columns.values(), first)
     elif is_address(source.path):
-        if not _is_pattern(source.path) and suffix_of(source.path):
+        if not is_pattern(source.path) and not is_folder(source.path):
             _one_format([source.path], source.path)
             check_compression(source.path)
-        _file_system(source.path)
+        file_system(source.path)
 
 
 def list_files(source: Source) -> tuple[list[str], list[int | None]] | None:
@@ -108,29 +93,11 @@ def list_files(source: Source) -> tuple[list[str], list[int | None]] | None:
         return files, [os.path.getsize(file) for file in files]
     if not is_address(source.path):
         return None
-    system, protocol = _file_system(source.path), source.path.partition("://")[0]
-    try:
-        found = [source.path]
-        if _is_pattern(source.path):
-            found = system.glob(source.path)
-        elif not suffix_of(source.path):  # a folder
-            found = [file for file in system.find(source.path) if format_of(file)]
-        found = sorted(file if is_address(file) else f"{protocol}://{file}" for file in found)
-        sizes = [system.info(file).get("size") for file in found]
-    except Exception as error:  # each backend has exceptions of its own
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"data.train: {source.path} cannot be read: {told}", hint="is the address right?") from error
-    if not found:
-        raise InputError(f"data.train: no file matches {source.path}")
+    found, sizes = list_address(source.path, format_of)
     _one_format(found, source.path)
     for file in found:
         check_compression(file)
     return found, sizes
-
-
-def _is_pattern(address: str) -> bool:
-    """Say whether an address stands for several; in https:// a question mark begins a query."""
-    return "*" in address.partition("?")[0] if address.startswith(("http://", "https://")) else glob.has_magic(address)
 
 
 def corpus_digest(source: Source) -> Any:
@@ -169,6 +136,8 @@ def open_source(source: Source, columns: Mapping[str, str]) -> Corpus:
         weights = tuple(1 if None in sizes else size or 0 for size in sizes)
         shards = None if all(suffix_of(file) in PARSERS for file in files) else open_corpus(_open_files(files))
         corpus = Corpus(weights, Files(files, sizes, shards), tuple(files))
+        if shards is not None and len(shards.sizes) != len(files):  # `datasets` made other pieces of them
+            corpus = shards
     return Corpus(corpus.sizes, Renamed(corpus, dict(columns)), corpus.names)
 
 
@@ -284,21 +253,6 @@ def _one_format(files: list[str], name: str) -> None:
     if len(kinds) > 1:
         told = ", ".join(sorted(map(str, kinds)))
         raise InputError(f"{name} holds files of several formats: {told}", hint="name one with a pattern: *.jsonl")
-
-
-def _file_system(address: str) -> Any:
-    """Return fsspec's file system for an address; raises `InputError` naming the package that it lacks."""
-    import fsspec
-
-    protocol = address.partition("://")[0]
-    try:
-        return fsspec.filesystem(protocol)
-    except ImportError as error:
-        package = PACKAGES.get(protocol)
-        hint = f"pip install {package.format(fsspec.__version__)}" if package else "install what it names"
-        raise InputError(f"data.train: {protocol}:// cannot be read here: {error}", hint=hint) from error
-    except ValueError as error:
-        raise InputError(f"data.train: {address}: unknown protocol {protocol}://") from error
 
 
 def _open_files(files: list[str]) -> IterableDataset:

@@ -19,6 +19,7 @@ LIGHT_MODULES = [
     "__main__",
     "cli",
     "attention",
+    "addresses",
     "corpora",
     "lines",
     "streaming",

@@ -94,11 +94,7 @@ def test_a_column_that_is_not_there_is_told_before_anything_is_read(folder: Path
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "data/0.jsonl",
-        "0.jsonl.gz",
-        *(f"memory://corpora/{name}" for name in ("0.jsonl", "*.jsonl", "z/*.gz", "z", "z/")),
-    ],
+    ["data/0.jsonl", "0.jsonl.gz"] + [f"memory://corpora/{n}" for n in ("0.jsonl", "*.jsonl", "z/*.gz", "z", "z/")],
 )
 def test_compressed_files_and_addresses_are_read_and_renamed(folder: Path, path: str) -> None:
     import fsspec

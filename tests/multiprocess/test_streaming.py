@@ -15,6 +15,7 @@ from ftcli.checkpoint_folder import checkpoint_path, read_state
 from ftcli.errors import InputError
 from ftcli.loop import Step, steps
 from ftcli.recipe import Recipe
+from ftcli.resumption import recipe_changes
 from ftcli.run import prepare
 from ftcli.testing import run_on_cpu
 
@@ -179,8 +180,12 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(
     assert reading(with_bad_rows(inputs, 4, data={"workers": 1})) == whole
     save_cell(with_bad_rows(inputs, 4), tmp_path / "run", at=(3,))
     capsys.readouterr()
-    assert reading(with_bad_rows(inputs, 4), checkpoint_path(tmp_path / "run", 3)) == whole[3:]
-    assert len(re.findall("left out row", capsys.readouterr().err)) == 4 - whole[2][1]["bad_rows"]
+    for most in (4, 5):  # a run that the bound ended goes on with a higher one
+        assert reading(with_bad_rows(inputs, most), checkpoint_path(tmp_path / "run", 3)) == whole[3:]
+        resumed = capsys.readouterr().err
+        assert len(re.findall("left out row", resumed)) == 4 - whole[2][1]["bad_rows"]
+    state = read_state(checkpoint_path(tmp_path / "run", 3))
+    assert recipe_changes(state, with_bad_rows(inputs, 5)) == ([], ["data.max_bad_rows: 4 -> 5"])
 
 
 def test_one_row_too_many_is_named(inputs: Path) -> None:

@@ -163,9 +163,39 @@ def first_rows(source: Source, columns: Mapping[str, str], *, most_bad: int = 0)
             break
     if not rows:
         raise InputError(f"{source.path} has no rows")
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    require_columns(names, columns, source.path)
-    return Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
+    alike = _alike(rows)
+    if not alike:
+        raise InputError(f"{source.path}: no row's values fit a table: lists must be of one type")
+    require_columns(list(alike[0]), columns, source.path)
+    return Dataset.from_list(alike)
+
+
+def _alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows as one table can hold them: a value of another kind than the column's first one is null.
+
+    Lines of JSON may hold anything. Rows whose values differ further inside are left out here, not where they train.
+    """
+    import pyarrow as pa
+
+    kinds: dict[str, Any] = {}
+    for row in rows:
+        for name, value in row.items():
+            if kinds.get(name) is None:
+                kinds[name] = _kind(value)
+    kept, schema = [], pa.schema([])
+    for row in rows:
+        same = {name: row[name] if name in row and _kind(row[name]) == kind else None for name, kind in kinds.items()}
+        try:
+            own = pa.Table.from_pylist([same]).schema
+            schema = pa.unify_schemas([schema, own], promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            continue
+        kept.append(same)
+    return kept
+
+
+def _kind(value: Any) -> Any:
+    return float if type(value) is int else None if value is None else type(value)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for _ in range(ROWS)
         ]
         (folder / "shards" / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    write_bad_rows(folder)
     return folder
+
+
+def write_bad_rows(folder: Path) -> None:
+    """Write the same shards with four rows that cannot be used: of another type, or empty, and one that is no JSON."""
+    (folder / "some-bad").mkdir()
+    bad = {(0, 3): '{"ask": "alpha", "completion": 7}', (1, 20): '{"ask": "alpha", "completion": ""}'}
+    bad |= {(2, 11): '{"ask": "alpha", ', (3, 29): '{"ask": "alpha"}'}
+    for number in range(FILES):
+        rows = (folder / "shards" / f"{number}.jsonl").read_text().splitlines()
+        rows = [bad.get((number, row), text) for row, text in enumerate(rows)]
+        (folder / "some-bad" / f"{number}.jsonl").write_text("\n".join(rows) + "\n")
 
 
 def recipe(folder: Path, variant: str = "padded", **changes: Any) -> Recipe:
@@ -132,23 +144,8 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_its_file_and_number(
         curve(found)
 
 
-BAD = {(0, 3): 7, (1, 20): "", (3, 29): 7}
-
-
-def with_bad_rows(folder: Path, most: int = 3, **changes: Any) -> Recipe:
-    """The recipe over shards of which some rows cannot be used: two are of another type, or empty, one is no JSON."""
-    shards = folder / "some-bad"
-    shards.mkdir(exist_ok=True)
-    for path in sorted((folder / "shards").glob("?.jsonl")):
-        rows = path.read_text().splitlines()
-        for (file, row), completion in BAD.items():
-            if file == int(path.stem):
-                rows[row] = json.dumps({"ask": "alpha", "completion": completion})
-        if path.stem == "2":
-            rows[11] = '{"ask": "alpha", '
-        (shards / path.name).write_text("\n".join(rows) + "\n")
-    data = {"train": str(shards), "max_bad_rows": most} | changes.pop("data", {})
-    return recipe(folder, data=data, **changes)
+def with_bad_rows(folder: Path, most: int, **changes: Any) -> Recipe:
+    return recipe(folder, data={"train": str(folder / "some-bad"), "max_bad_rows": most} | changes.pop("data", {}))
 
 
 def reading(recipe: Recipe, checkpoint: Path | None = None) -> list[tuple[int, dict[str, int | float]]]:

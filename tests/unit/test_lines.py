@@ -131,7 +131,7 @@ class Breaks(BaseHTTPRequestHandler):
 def address() -> Iterator[str]:
     pytest.importorskip("aiohttp")
     server = HTTPServer(("127.0.0.1", 0), Breaks)
-    thread = Thread(target=server.serve_forever)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/a.jsonl"
     server.shutdown()

@@ -308,6 +308,9 @@ def as_table(cursors: Sequence[tuple[int, Cursor]]) -> np.ndarray:
 
 def from_table(table: np.ndarray, lanes: int) -> list[Cursor]:
     """Return the cursors of all lanes; a lane may stand in several rows of the table, which are then equal."""
-    found = {int(row[0]): Cursor(*map(int, row[1:5]), Counts(*map(int, row[5:]))) for row in table}
+    found = {
+        lane: Cursor(epoch, file, row, taken, Counts(*counts))
+        for lane, epoch, file, row, taken, *counts in table.tolist()
+    }
     assert len(found) == lanes
     return [found[lane] for lane in range(lanes)]

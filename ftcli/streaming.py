@@ -107,14 +107,9 @@ class _Shards:
         yield from self.rows.shard(num_shards=self.count, index=file, contiguous=False).skip(skip)
 
 
-def open_corpus(rows: IterableDataset, sizes: Sequence[int] | None = None, names: Sequence[str] = ()) -> Corpus:
-    """Return the files behind a streamed data set of `datasets`, which calls them shards.
-
-    Without `sizes` they are taken to be equally large, as shards of a data set on the hub are.
-    """
-    count = rows.num_shards
-    known = tuple(names) if len(names) == count else ()
-    return Corpus((1,) * count if sizes is None or len(sizes) != count else tuple(sizes), _Shards(rows), known)
+def open_corpus(rows: IterableDataset) -> Corpus:
+    """Return the files behind a streamed data set of `datasets`, which calls them shards, as equally large."""
+    return Corpus((1,) * rows.num_shards, _Shards(rows))
 
 
 class _Reading:
@@ -201,9 +196,8 @@ class Lane:
             cursor = after
 
     def progress(self, cursor: Cursor) -> float:
-        """Return how many passes over its files are done, by the sizes of those that were read to their end."""
-        sizes = [self.corpus.sizes[file] for file in self._files(cursor.epoch)]
-        return cursor.epoch + sum(sizes[: cursor.file]) / max(sum(sizes), 1)
+        """Return how many passes over its files are done, by those that were read to their end."""
+        return cursor.epoch + cursor.file / len(self.files)
 
     def _block(self, cursor: Cursor, reading: _Reading) -> tuple[list[Bin], Cursor, Counts, list[Bad]]:
         """Return the shuffled bins of the block at a cursor, where the next one begins, and what was left out."""
@@ -218,7 +212,8 @@ class Lane:
             most = min(wanted - read, BATCH)
             raw = reading.take(files[file], row, most)
             kept, some, unusable = self._documents(raw, files[file], row, cursor.epoch)
-            documents, counts, bad = documents + kept, counts.plus(some), bad + unusable
+            documents += kept
+            counts, bad = counts.plus(some), bad + unusable
             row, read = row + len(raw), read + len(raw)
             if len(raw) < most:
                 file, row = file + 1, 0

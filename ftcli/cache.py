@@ -91,16 +91,18 @@ def prepare_rows(recipe: Recipe, task: Task) -> PreparedRows:
                     _build(recipe, task, folder)
     while not complete.exists():  # local rank 0 is building; if it dies the launcher ends this process too
         time.sleep(0.1)
-    rows = _arrange(recipe, _open(folder), folder)
+    rows = _arrange(recipe, task, _open(folder), folder)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         _remember(recipe, rows)
     return rows
 
 
-def _arrange(recipe: Recipe, rows: PreparedRows, folder: Path) -> PreparedRows:
+def _arrange(recipe: Recipe, task: Task, rows: PreparedRows, folder: Path) -> PreparedRows:
     """Return the rows with what their order depends on: bins, or lengths."""
     if recipe.data.streaming:
-        return replace(rows, streamed=True)
+        # A bound that was not reached changed no row: a run that it ended may go on with a higher one.
+        data = recipe.data.model_copy(update={"max_bad_rows": 0})
+        return replace(rows, streamed=True, fingerprint=_content_key(recipe.model_copy(update={"data": data}), task))
     if recipe.data.packing:
         return replace(rows, bins=pack_rows(rows.train, folder, recipe.data.max_length))
     if not recipe.data.group_by_length:
@@ -286,7 +288,7 @@ def _source_digest(source: Source) -> Any:
     check_source(source, {})
     path = local_path(source.path)
     if path is None:
-        return [source.path, source.name, source.split]
+        return [source.path, source.name, source.split, source.revision]
     if path.is_dir():
         listing = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file, _ in image_files(path)]
         return hashlib.sha256(json.dumps(listing).encode()).hexdigest()

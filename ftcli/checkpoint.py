@@ -222,10 +222,9 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
 
 def _places(run: Run, step: int) -> list[list[int]] | None:
     """Return where each lane of a stream stands after a step; None where rows are no stream. A collective."""
-    if not run.rows.streamed:
+    if run.stream is None:
         return None
-    loader: Any = run.train_loader
-    found: list[list[int]] = np.unique(run.hardware.ranks.gather(loader.places(step)), axis=0).tolist()
+    found: list[list[int]] = np.unique(run.hardware.ranks.gather(run.stream.places(step)), axis=0).tolist()
     return found
 
 

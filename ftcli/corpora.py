@@ -10,34 +10,29 @@ import glob
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .addresses import file_system, is_address, is_folder, is_pattern, list_address
 from .assets import asset_path
 from .errors import InputError, RunError
+from .lines import COMPRESSED, PARSERS, check_compression, read_lines, require_size, suffix_of
 from .rows import FORMATS, check_source, first_row, require_columns
-from .streaming import Corpus, open_corpus, share_out
+from .streaming import Bad, Corpus, one_too_many, open_corpus, share_out
+from .tasks.protocol import RowError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
     from .recipe import Recipe, Source
 
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 FIRST_ROWS = 256  # that stand for a stream where some of its rows must be known: its format, its preview
 WANTED_FILES = 8  # with which the usual numbers of processes share out the reading
 
 
 def format_of(name: str) -> str | None:
     """Return what `datasets` calls the format of a file, by its name without a compression's ending."""
-    path = PurePosixPath(name.partition("?")[0])
-    return FORMATS.get(PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix)
-
-
-def is_address(name: str) -> bool:
-    """Say whether a name has a protocol: https://, s3://, hf://."""
-    return "://" in name
+    return FORMATS.get(suffix_of(name))
 
 
 def local_files(source: Source) -> list[str] | None:
@@ -72,75 +67,154 @@ def check_corpus(source: Source, columns: Mapping[str, str]) -> None:
     """
     files = local_files(source)
     if files is not None:
-        if format_of(files[0]) == FORMATS.get(Path(files[0]).suffix):  # not compressed
-            check_source(source.model_copy(update={"path": files[0]}), dict(columns))
-        elif not Path(files[0]).exists():
-            raise InputError(f"no data at {Path(files[0]).absolute()}", hint="is the path right?")
+        first = _first_filled(files)
+        if format_of(first) == FORMATS.get(Path(first).suffix):  # not compressed
+            check_source(source.model_copy(update={"path": first}), dict(columns))
+        elif not Path(first).exists():
+            raise InputError(f"no data at {Path(first).absolute()}", hint="is the path right?")
+        for file in files:
+            check_compression(file)
+        if (row := first_of_stream(source)) is not None:
+            require_columns(list(row), columns.values(), first)
     elif is_address(source.path):
-        _one_format([source.path], source.path)
-        _file_system(source.path)
+        if not is_pattern(source.path) and not is_folder(source.path):
+            _one_format([source.path], source.path)
+            check_compression(source.path)
+        file_system(source.path)
 
 
-def list_files(source: Source) -> tuple[list[str], list[int]] | None:
+def list_files(source: Source) -> tuple[list[str], list[int | None]] | None:
     """Return (files, their sizes in bytes) of a source, also behind an address; None: a name on the hub.
 
-    A size is 0 for an empty file only: where a server does not tell, all count as equally large.
+    A size is None where a server does not tell.
     """
     files = local_files(source)
     if files is not None:
         return files, [os.path.getsize(file) for file in files]
     if not is_address(source.path):
         return None
-    system, protocol = _file_system(source.path), source.path.partition("://")[0]
-    try:
-        found = [source.path]
-        if glob.has_magic(source.path):
-            found = sorted(file if is_address(file) else f"{protocol}://{file}" for file in system.glob(source.path))
-        sizes = [system.info(file).get("size") for file in found]
-    except Exception as error:  # each backend has exceptions of its own
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"data.train: {source.path} cannot be read: {told}", hint="is the address right?") from error
-    if not found:
-        raise InputError(f"data.train: no file matches {source.path}")
-    return found, [1] * len(found) if None in sizes else sizes
+    found, sizes = list_address(source.path, format_of)
+    _one_format(found, source.path)
+    for file in found:
+        check_compression(file)
+    return found, sizes
 
 
 def corpus_digest(source: Source) -> Any:
     """Return what stands for the content of a source that is too large to be read: names and sizes of its files."""
     listed = list_files(source)
-    return ["stream", source.path, source.name, source.split, listed]
+    return ["stream", source.path, source.name, source.split, source.revision, listed]
 
 
 def first_of_stream(source: Source) -> dict[str, Any] | None:
-    """Return a stream's first row where that needs no library; None where it does."""
+    """Return a stream's first row where that needs no library; None where it does, or is none."""
     files = local_files(source)
-    if files is None or Path(files[0]).suffix in COMPRESSED:
+    if files is None:
         return None
-    return first_row(source.model_copy(update={"path": files[0]}))
+    first = _first_filled(files)
+    if suffix_of(first) not in PARSERS:
+        return None if Path(first).suffix in COMPRESSED else first_row(source.model_copy(update={"path": first}))
+    row = next(Renamed(Corpus((1,), Files([first], [None], None), (first,)), {})(0, 0), None)
+    return row if isinstance(row, dict) else None
+
+
+def _first_filled(files: list[str]) -> str:
+    """Return the first file that holds anything, else the first."""
+    return next((file for file in files if os.path.exists(file) and os.path.getsize(file)), files[0])
 
 
 def open_source(source: Source, columns: Mapping[str, str]) -> Corpus:
-    """Return the files of a source, each readable from any row on, with columns renamed to what the task expects."""
+    """Return the files of a source, each readable from any row on, with columns renamed to what the task expects.
+
+    Files whose size is not known count as equally large.
+    """
     listed = list_files(source)
-    files, sizes = ([], None) if listed is None else listed
-    corpus = open_corpus(_open_hub(source) if listed is None else _open_files(files), sizes, files)
+    if listed is None:
+        corpus = open_corpus(_open_hub(source))
+    else:
+        files, sizes = listed
+        weights = tuple(1 if None in sizes else size or 0 for size in sizes)
+        shards = None if all(suffix_of(file) in PARSERS for file in files) else open_corpus(_open_files(files))
+        corpus = Corpus(weights, Files(files, sizes, shards), tuple(files))
+        if shards is not None and len(shards.sizes) != len(files):  # `datasets` made other pieces of them
+            corpus = shards
     return Corpus(corpus.sizes, Renamed(corpus, dict(columns)), corpus.names)
 
 
-def first_rows(source: Source, columns: Mapping[str, str]) -> Dataset:
-    """Return the first rows of the first files of a source, for what must be known of rows before any is trained on."""
+def first_rows(source: Source, columns: Mapping[str, str], *, most_bad: int = 0) -> Dataset:
+    """Return the first rows of the first files of a source, for what must be known of rows before any is trained on.
+
+    Raises `InputError` when more than `most_bad` of them are no rows at all.
+    """
     from datasets import Dataset
 
     corpus = open_source(source, columns)
     rows: list[dict[str, Any]] = []
+    bad = 0
     for file in range(len(corpus.sizes)):
-        rows += islice(corpus.read(file, 0), FIRST_ROWS - len(rows))
+        for number, row in enumerate(corpus.read(file, 0)):
+            if not isinstance(row, RowError):
+                rows.append(row)
+            elif (bad := bad + 1) > most_bad:
+                raise one_too_many(corpus, [Bad(file, number, str(row))], bad, most_bad)
+            if len(rows) == FIRST_ROWS:
+                break
         if len(rows) == FIRST_ROWS:
             break
     if not rows:
         raise InputError(f"{source.path} has no rows")
-    require_columns(list(rows[0]), columns, source.path)
-    return Dataset.from_list(rows)
+    alike = _alike(rows)
+    if not alike:
+        raise InputError(f"{source.path}: no row's values fit a table: lists must be of one type")
+    require_columns(list(alike[0]), columns, source.path)
+    return Dataset.from_list(alike)
+
+
+def _alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows as one table can hold them: a value of another kind than the column's first one is null.
+
+    Lines of JSON may hold anything. Rows whose values differ further inside are left out here, not where they train.
+    """
+    import pyarrow as pa
+
+    kinds: dict[str, Any] = {}
+    for row in rows:
+        for name, value in row.items():
+            if kinds.get(name) is None:
+                kinds[name] = _kind(value)
+    kept, schema = [], pa.schema([])
+    for row in rows:
+        same = {name: row[name] if name in row and _kind(row[name]) == kind else None for name, kind in kinds.items()}
+        try:
+            own = pa.Table.from_pylist([same]).schema
+            schema = pa.unify_schemas([schema, own], promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            continue
+        kept.append(same)
+    return kept
+
+
+def _kind(value: Any) -> Any:
+    return float if type(value) is int else None if value is None else type(value)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Reads files by their number: line by line where a row is a line, else through `datasets`."""
+
+    names: list[str]
+    sizes: list[int | None]
+    shards: Corpus | None  # None: a row is a line
+
+    def __call__(self, file: int, skip: int) -> Iterator[dict[str, Any] | RowError]:
+        """Yield the rows of a file from row `skip` on; raises `RunError` when it is not the file it was."""
+        name, size = self.names[file], self.sizes[file]
+        if self.shards is None:
+            yield from read_lines(name, skip, size=size)
+            return
+        if not is_address(name):
+            require_size(name, size, os.path.getsize(name))
+        yield from self.shards.read(file, skip)
 
 
 @dataclass(frozen=True)
@@ -150,12 +224,12 @@ class Renamed:
     corpus: Corpus
     columns: dict[str, str]  # name the task expects -> name in the file
 
-    def __call__(self, file: int, skip: int) -> Iterator[dict[str, Any]]:
+    def __call__(self, file: int, skip: int) -> Iterator[dict[str, Any] | RowError]:
         """Yield the rows of a file from row `skip` on."""
         done = skip
         try:
             for row in self.corpus.read(file, skip):
-                yield self._renamed(row)
+                yield row if isinstance(row, RowError) else self._renamed(row)
                 done += 1
         except (InputError, RunError):
             raise
@@ -211,19 +285,6 @@ def _one_format(files: list[str], name: str) -> None:
         raise InputError(f"{name} holds files of several formats: {told}", hint="name one with a pattern: *.jsonl")
 
 
-def _file_system(address: str) -> Any:
-    """Return fsspec's file system for an address; raises `InputError` naming the package that it lacks."""
-    import fsspec
-
-    protocol = address.partition("://")[0]
-    try:
-        return fsspec.filesystem(protocol)
-    except ImportError as error:
-        raise InputError(f"data.train: {protocol}:// cannot be read here: {error}", hint="pip install it") from error
-    except ValueError as error:
-        raise InputError(f"data.train: {address}: unknown protocol {protocol}://") from error
-
-
 def _open_files(files: list[str]) -> IterableDataset:
     from datasets import load_dataset
 
@@ -239,4 +300,4 @@ def _open_hub(source: Source) -> IterableDataset:
     from .rows import told_of_hub
 
     with told_of_hub(source):
-        return load_dataset(source.path, source.name, split=source.split, streaming=True)
+        return load_dataset(source.path, source.name, split=source.split, revision=source.revision, streaming=True)

@@ -87,6 +87,7 @@ def _stretch(run: Run) -> Iterator[Step]:
         assert window is not None
         heart.beat("waiting for ranks", number)
         items, samples, rows, _, *more = window.agreed()
+        run.settle_stream(more[len(run.rows.sources) :], number + 1)
         rate = run.learning_rate(number)
         for group in optimizer.param_groups:  # before the window: some backends step inside backward
             group["lr"] = rate * group["lr_factor"]

@@ -58,7 +58,7 @@ def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) 
         given = data.columns_of(source)
         columns = {name: given.get(name, name) for name in task.columns} | given
         streams = split == "train" and data.streaming
-        rows = first_rows(source, columns) if streams else read_rows(source, columns)
+        rows = first_rows(source, columns, most_bad=data.max_bad_rows) if streams else read_rows(source, columns)
         label = f"{label} (the first rows of the stream)" if streams else label
         taken_for = ""
         if kinds := getattr(task, "formats", ()):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .checkpoint_folder import newest_intact, step_of
+from .checkpoint_folder import newest_intact, read_state, step_of
 from .errors import RunError
 from .sampling import PADDING
 from .supervision import say
@@ -139,8 +139,11 @@ def go_back(run: Run) -> None:
         )
     run.saving.wait()
     load(run, found)
-    assert run.order is not None  # a recipe that streams does not go back
-    run.first_step = run.order.first_step = step_of(found)
+    run.first_step = step_of(found)
+    if run.stream is not None:
+        run.stream.go_back(run.first_step, read_state(found)["stream"])
+    elif run.order is not None:
+        run.order.first_step = run.first_step
     run.flags.must_go_back = False
     if run.hardware.ranks.is_main and run.folder is not None:
         run.folder.rewind(run.first_step)

@@ -109,8 +109,6 @@ class Recipe(Section):
     def _a_stream_has_no_end(self) -> Recipe:
         if self.data.streaming and self.train.max_steps is None:
             raise ValueError("data.streaming needs train.max_steps: how many rows an epoch has is not known")
-        if self.data.streaming and self.faults.non_finite == "rollback":
-            raise ValueError("faults.non_finite: rollback does not go with data.streaming: use stop or skip")
         return self
 
     @model_validator(mode="after")

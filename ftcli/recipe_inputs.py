@@ -118,6 +118,7 @@ class Source(Section):
     )
     name: str | None = Field(None, description="Configuration of a data set on the hub.")
     split: str = Field("train", min_length=1, description="Split of a data set on the hub.")
+    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a data set on the hub.")
     label: str | None = Field(
         None, min_length=1, description="Its name in reports and metrics; absent: the file's name without its ending."
     )
@@ -186,7 +187,8 @@ class Data(Section):
         0,
         ge=0,
         description="So many rows that the task cannot use (another shape, no answer) may be left out, counted over "
-        "all sources; the log tells their numbers. One more is an error.",
+        "all sources; the log tells their numbers. One more is an error. Of a stream they are counted as it is read, "
+        "in its first pass; a line that cannot be read is such a row.",
     )
     packing: bool = Field(
         False,
@@ -207,7 +209,7 @@ class Data(Section):
         False,
         description="true: rows of data.train are read and tokenised as they come, for corpora that do not fit a disk. "
         "Its path may also be a pattern (data/*.jsonl), a folder of data files, or an address that fsspec knows "
-        "(https://, s3://, hf://), files also compressed (.gz, .zst). Language-model tasks, one source, "
+        "(https://, s3://, hf://), files also compressed (.gz, .bz2, .xz, .zst). Language-model tasks, one source, "
         "train.max_steps. The order of the rows depends on the files, the seed and batch.global_size, never on the "
         "processes; rows with nothing to train on are left out.",
     )
@@ -258,7 +260,6 @@ class Data(Section):
             "a weight: all rows of its one source are read": source.weight != 1,
             "max_rows: train.max_steps bounds what is read": source.max_rows is not None,
             "group_by_length: it needs the lengths of all rows": self.group_by_length,
-            "max_bad_rows above 0: each process would count its own": self.max_bad_rows > 0,
             "more than one of workers: a second would read the same rows": self.workers > 1,
         }
         if found := [told for told, is_so in refused.items() if is_so]:

@@ -131,7 +131,7 @@ class Reporter:
             "items": step.items,
             "samples": step.samples,
             **{f"train/{name}/loss": loss for name, loss in step.source_losses.items()},
-            **({} if self.run.rows.streamed else {"epoch": self._epoch(step.number)}),
+            **({"epoch": self._epoch(step.number)} if self.run.stream is None else self.run.stream.facts()),
             f"{self.run.task.item}s_per_second": self._items / elapsed,
             "rows_per_second": self._rows / elapsed,
             "data_wait_share": self._data_seconds / elapsed,
@@ -160,11 +160,13 @@ class Reporter:
             self.run.hardware.accelerator.log(numbers, step=row["step"])
 
     def _show(self, row: dict[str, Any], *, last: bool) -> None:
-        speed = row[f"{self.run.task.item}s_per_second"]
+        speed, waits = row[f"{self.run.task.item}s_per_second"], row["data_wait_share"]
         line = (
             f"loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {row['learning_rate']:.2e}  "
             f"{speed:.0f} {self.run.task.item}s/s"
         )
+        if self.run.stream is not None:  # it may be what training waits for
+            line += f"  epoch {row['epoch']:.2f}  waiting for rows {waits:.0%}"
         if self.terminal:
             self._progress.update(self._bar, completed=row["step"], line=line)
         elif last or time.perf_counter() - self._printed >= QUIET_SECONDS:
@@ -209,6 +211,7 @@ class Reporter:
     def stopped(self, step: int) -> None:
         """Record that the run ended early because it was asked to."""
         if self.main:
+            self._tell_of_stream()
             told = f"stopped as asked after step {step} of {self.run.steps}"
             if step == self.run.first_step:
                 told = f"stopped as asked before step {step + 1} of {self.run.steps}, nothing new to save"
@@ -217,9 +220,14 @@ class Reporter:
             if self.folder is not None:
                 self.folder.write_status("stopped", step, EXIT_RESUME, told)
 
+    def _tell_of_stream(self) -> None:
+        if self.run.stream is not None:
+            self.say(self.run.stream.summary())
+
     def done(self) -> None:
         """Record that the run is complete."""
         if self.main:
+            self._tell_of_stream()
             if self.folder is not None:
                 self.say(f"done in {time.perf_counter() - self._started:.0f} s; weights in {self.folder.final}")
                 self.folder.write_status("done", self.number, EXIT_DONE)

@@ -220,7 +220,7 @@ def _read_hub(source: Source) -> Dataset:
     from datasets import load_dataset
 
     with told_of_hub(source):
-        return load_dataset(source.path, source.name, split=source.split)
+        return load_dataset(source.path, source.name, split=source.split, revision=source.revision)
 
 
 @contextmanager

@@ -74,6 +74,17 @@ class Run:
         return self.plan.steps
 
     @property
+    def stream(self) -> StreamLoader | None:
+        """The loader of training rows, where they are a stream."""
+        loader: Any = self.train_loader
+        return loader if self.rows.streamed else None
+
+    def settle_stream(self, sums: Sequence[int], step: int) -> None:
+        """Take what all processes read of a stream for a step; raises `InputError` for too many unusable rows."""
+        if self.stream is not None:
+            self.stream.settle(sums, step)
+
+    @property
     def evaluates(self) -> bool:
         """Whether an evaluation has anything to do: rows to measure or prompts to answer."""
         return self.eval_loader is not None or bool(self.prompts)
@@ -144,6 +155,7 @@ def prepare(
     from .models import quiet_libraries
     from .nonfinite import Flags
     from .optimizers import build_optimizer
+    from .stream_loader import build_stream
     from .tasks import build_task
 
     quiet_libraries()
@@ -170,7 +182,7 @@ def prepare(
     order: Any = None if loaders[0] is None else loaders[0].batch_sampler
     model, optimizer, train_loader, eval_loader = _hand_over(hardware, model, optimizer, *loaders)
     if train_loader is None:
-        train_loader = _build_stream(loaded, plan, task, rows, hardware, start)
+        train_loader = build_stream(loaded, plan, task, rows.facts, hardware.ranks, flags.excluded)
     flags.name_rows = row_names(loaded, rows, train_loader)
     run = Run(
         recipe=loaded,
@@ -266,23 +278,12 @@ def _hand_over(
     return model, optimizer, *(None if loader is None else next(prepared) for loader in loaders)
 
 
-def _build_stream(
-    recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, hardware: Hardware, checkpoint: Path | None
-) -> StreamLoader:
-    """Return the loader of a stream, at its beginning or where a checkpoint stands; every process reads its own."""
-    from .stream_loader import build_stream
-
-    state = None if checkpoint is None else read_state(checkpoint)
-    start = None if state is None else (state["step"], state.get("stream"))
-    return build_stream(recipe, plan, task, rows.facts, hardware.ranks.rank, start)
-
-
 def _facts_of(run: Run) -> list[str]:
     """Return what a prepared run is, for the log; raises `RuntimeError` where dtypes are not those of the recipe."""
     hardware = run.hardware
     return [
         *run.rows.told,
-        *([run.train_loader.told] if hasattr(run.train_loader, "told") else []),
+        *([] if run.stream is None else [run.stream.told]),
         _describe(run.recipe, run.plan, run.rows),
         f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {run.plan.processes} processes",
         hardware.check_dtypes(run.model, run.recipe),
@@ -314,6 +315,8 @@ def _go_on(run: Run, checkpoint: Path) -> None:
     from .checkpoint import load
 
     state = read_state(checkpoint)
+    if run.stream is not None:
+        run.stream.go_back(run.first_step, state.get("stream"))
     # Before buffers are loaded.
     run.hardware.settle_buckets(run.model, lambda: run.task.loss(run.model, run.any_batch()).sum())
     load(run, checkpoint)

@@ -27,7 +27,7 @@ class Window:
 
     batches: list[Batch]
     ids: list[np.ndarray]  # of the rows of each micro-batch
-    agreed: Callable[[], list[int]]  # waits for the sums over ranks: items, digest, rows, stop requests, source's items
+    agreed: Callable[[], list[int]]  # waits for the sums over ranks: items, digest, rows, stop requests, and more
     seconds: float
 
 
@@ -43,6 +43,7 @@ def windows(run: Run) -> Iterator[Window]:
         items = sum(run.task.count(batch) for batch in window)
         message = [items, digest(ids), int((ids != PADDING).sum()), int(run.stop.requested() or run.saving.failed())]
         message += count_by_source(window, sources)
+        message += run.stream.tally() if run.stream else []
         yield Window(window, parts, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
 
 

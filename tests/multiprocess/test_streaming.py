@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftcli.checkpoint import save
 from ftcli.checkpoint_folder import checkpoint_path, read_state
 from ftcli.errors import InputError
+from ftcli.loop import Step, steps
 from ftcli.recipe import Recipe
+from ftcli.resumption import recipe_changes
 from ftcli.run import prepare
 from ftcli.testing import run_on_cpu
 
@@ -39,7 +43,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for _ in range(ROWS)
         ]
         (folder / "shards" / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    write_bad_rows(folder)
     return folder
+
+
+def write_bad_rows(folder: Path) -> None:
+    """Write the same shards with four rows that cannot be used: of another type, or empty, and one that is no JSON."""
+    (folder / "some-bad").mkdir()
+    bad = {(0, 3): '{"ask": "alpha", "completion": 7}', (1, 20): '{"ask": "alpha", "completion": ""}'}
+    bad |= {(2, 11): '{"ask": "alpha", ', (3, 2): '{"ask": "alpha"}'}
+    for number in range(FILES):
+        rows = (folder / "shards" / f"{number}.jsonl").read_text().splitlines()
+        rows = [bad.get((number, row), text) for row, text in enumerate(rows)]
+        (folder / "some-bad" / f"{number}.jsonl").write_text("\n".join(rows) + "\n")
 
 
 def recipe(folder: Path, variant: str = "padded", **changes: Any) -> Recipe:
@@ -128,6 +144,97 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_its_file_and_number(
         curve(found)
 
 
+def with_bad_rows(folder: Path, most: int, **changes: Any) -> Recipe:
+    return recipe(folder, data={"train": str(folder / "some-bad"), "max_bad_rows": most} | changes.pop("data", {}))
+
+
+def reading(recipe: Recipe, checkpoint: Path | None = None) -> list[tuple[int, dict[str, int | float]]]:
+    """Return (digest of the rows, what was read) of every step; one that has too many unusable rows ends it."""
+    run = prepare(recipe, cpu=True, resume=checkpoint)
+    assert run.stream is not None
+    return [(step.samples, run.stream.facts()) for step in steps(run)]
+
+
+def reading_of_bad_rows(folder: Path) -> list[tuple[int, dict[str, int | float]]]:
+    return reading(with_bad_rows(folder, 4))
+
+
+def told_of_too_many(folder: Path) -> str:
+    with pytest.raises(InputError) as told:
+        reading(with_bad_rows(folder, 3))
+    return str(told.value)
+
+
+def test_rows_that_cannot_be_used_are_left_out_and_counted(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = reading_of_bad_rows(inputs)
+    assert whole[-1][1]["bad_rows"] == 4 and whole[0][1]["bad_rows"] < 4
+    told = capsys.readouterr().err
+    for fact in (
+        "row 4 of .*0.jsonl: ",
+        "row 21 of .*1.jsonl: ",
+        "row 12 of .*2.jsonl: is not JSON",
+        "row 3 of .*3.jsonl: ",
+    ):
+        assert len(re.findall(rf"left out {fact}", told)) == 1
+    assert "4 of data.max_bad_rows 4 left out" in told
+    assert reading(with_bad_rows(inputs, 4, data={"workers": 1})) == whole
+    save_cell(with_bad_rows(inputs, 4), tmp_path / "run", at=(3,))
+    capsys.readouterr()
+    for most in (4, 5):  # a run that the bound ended goes on with a higher one
+        assert reading(with_bad_rows(inputs, most), checkpoint_path(tmp_path / "run", 3)) == whole[3:]
+        resumed = capsys.readouterr().err
+        assert len(re.findall("left out row", resumed)) == 4 - whole[2][1]["bad_rows"]
+    state = read_state(checkpoint_path(tmp_path / "run", 3))
+    assert recipe_changes(state, with_bad_rows(inputs, 5)) == ([], ["data.max_bad_rows: 4 -> 5"])
+
+
+def test_one_row_too_many_is_named(inputs: Path) -> None:
+    told = told_of_too_many(inputs)
+    assert re.search(
+        r"row \d+ of .*some-bad/\d.jsonl: .* \(with it more than data.max_bad_rows 3 cannot be used\)", told
+    )
+
+
+def test_a_stream_goes_back_to_its_checkpoint_and_leaves_the_rows_of_a_bad_step_out(
+    inputs: Path, tmp_path: Path
+) -> None:
+    found = recipe(inputs, checkpoint={"every_steps": 2}, faults={"non_finite": "rollback"})
+    run = prepare(found, cpu=True, output=tmp_path / "run")
+    loss, steps_seen = run.task.loss, list[Step]()
+    poisoned: list[int] = []
+
+    def poison(model: Any, batch: Any) -> Any:
+        value = loss(model, batch)
+        is_bad = len(steps_seen) == 4 and not poisoned
+        poisoned.extend([1] if is_bad else [])
+        return value * float("nan") if is_bad else value
+
+    run.task.loss = poison  # type: ignore[method-assign]
+    for step in steps(run):
+        steps_seen.append(step)
+        if step.number % 2 == 0 and run.flags.settle():
+            save(run, step.number, {})
+    numbers = [step.number for step in steps_seen]
+    assert numbers == [1, 2, 3, 4, 5, 6, 7, 8] or numbers == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    whole = [one["samples"] for one in curve(recipe(inputs))]
+    of_last = {step.number: step for step in steps_seen}
+    assert [of_last[n].samples for n in range(1, 9) if n != 5] == [whole[n - 1] for n in range(1, 9) if n != 5]
+    assert of_last[5].rows == 0 and len(run.flags.excluded) == 12
+
+
+def reading_and_the_error(folder: Path) -> tuple[Any, str]:
+    return reading_of_bad_rows(folder), told_of_too_many(folder)
+
+
+@pytest.mark.slow
+def test_unusable_rows_are_the_same_on_every_number_of_processes(inputs: Path) -> None:
+    wanted = reading_and_the_error(inputs)
+    for processes in (2, 3):
+        assert run_on_cpu(reading_and_the_error, inputs, processes=processes) == [wanted] * processes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("profile", "processes"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("zero3", 2)])
 def test_a_streamed_run_has_one_curve_on_every_profile(inputs: Path, single: Any, profile: str, processes: int) -> None:
@@ -170,7 +277,7 @@ def test_check_preview_and_tokenize_tell_of_a_stream(inputs: Path, tmp_path: Pat
 
 
 def test_the_command_line_trains_a_stream_and_goes_on_with_it(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ftcli.__main__ import main
     from ftcli.recipe_file import dump_recipe
@@ -180,9 +287,11 @@ def test_the_command_line_trains_a_stream_and_goes_on_with_it(
     path, constant = tmp_path / "stream.yaml", {"name": "constant", "warmup_steps": 0}
     path.write_text(dump_recipe(recipe(inputs, schedule=constant, train={"max_steps": 4})))
     for arguments in (["--output", "whole"], ["--output", "two", "--set", "train.max_steps=2"]):
+        capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             main(["train", str(path), "--cpu", *arguments])
         assert end.value.code == 0
+    assert re.search(r"data.train: \d+ rows read, 0.00 passes", capsys.readouterr().err)
     with pytest.raises(SystemExit) as end:
         main(["train", str(path), "--cpu", "--output", "two", "--resume", "auto"])
     assert end.value.code == 0
@@ -190,5 +299,6 @@ def test_the_command_line_trains_a_stream_and_goes_on_with_it(
     kept = ("loss", "grad_norm", "samples", "items")
     curves = [[[row.get(name) for name in kept] for row in run.metrics() if "loss" in row] for run in (whole, two)]
     assert curves[0] == curves[1] and len(curves[0]) == 4
-    assert "epoch" not in next(iter(whole.metrics()))
+    first = next(iter(whole.metrics()))
+    assert first["epoch"] == 0 and first["rows_read"] > 12 and first["bad_rows"] == 0
     assert (two.final / "config.json").exists() and (two.path / "probe.safetensors").exists()

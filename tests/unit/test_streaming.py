@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcli.errors import RunError
+from ftcli.errors import InputError, RunError
 from ftcli.streaming import (
+    Bad,
     Corpus,
+    Counts,
     Cursor,
     Lane,
     StreamOrder,
@@ -26,10 +30,6 @@ from ftcli.streaming import (
 from ftcli.tasks.protocol import RowError
 
 Reads = list[tuple[int, int]]
-
-
-def fail(told: str) -> None:
-    raise RunError(told)
 
 
 def corpus_of(sizes: list[int], reads: Reads | None = None) -> Corpus:
@@ -69,7 +69,7 @@ def order_of(
     pack: Callable[[list[Any]], list[list[Any]]] = alone,
 ) -> StreamOrder:
     files = share_out(corpus.sizes, size)
-    lanes = [Lane(n, len(files), files[n], corpus, encode, pack, seed, block, fail) for n in range(len(files))]
+    lanes = [Lane(n, len(files), files[n], corpus, encode, pack, seed, block) for n in range(len(files))]
     return StreamOrder(lanes, rank=rank, processes=processes, global_size=size, micro_size=micro)
 
 
@@ -100,17 +100,17 @@ def test_every_document_comes_once_in_an_epoch() -> None:
     sizes = [30, 1, 17, 44]
     documents = {(f, r, n) for f, size in enumerate(sizes) for r in range(size) for n in range((f + r) % 3)}
     lane = order_of(corpus_of(sizes), size=1).lanes[0]
-    first = [row[0] for cursor, row in _until_epoch(lane)]
+    first = [row[0] for row in _until_epoch(lane)]
     assert len(first) == len(documents)
     assert {(row["file"], row["row"], row["piece"]) for row in first} == documents
     assert len({row["id"] for row in first}) == len(first)
 
 
-def _until_epoch(lane: Lane) -> Iterator[tuple[Cursor, Any]]:
-    for cursor, row in lane.bins(Cursor(0, 0, 0, 0)):
-        if cursor.epoch:
+def _until_epoch(lane: Lane) -> Iterator[list[Any]]:
+    for taken in lane.bins(Cursor(0, 0, 0, 0)):
+        if taken.after.epoch:
             return
-        yield cursor, row
+        yield taken.bin
 
 
 def test_rows_are_shuffled_by_seed_and_epoch() -> None:
@@ -145,9 +145,9 @@ def test_a_stream_goes_on_where_it_stopped_on_another_number_of_processes(
         batches = iter(order)
         where = [(lane, Cursor(0, 0, 0, 0)) for lane in lanes_of(rank, before, lanes)]
         for _ in range(stop * 12 // before):
-            _, where = next(batches)
+            where = next(batches).places
         table += as_table(where).tolist()
-    cursors = from_table(as_table([(row[0], Cursor(*row[1:])) for row in table]), lanes)
+    cursors = from_table(np.array(table), lanes)
     orders = [
         order_of(corpus_of(sizes), rank=r, processes=after, micro=1, block=block, pack=pack) for r in range(after)
     ]
@@ -204,17 +204,85 @@ def test_a_corpus_without_a_row_to_train_on_is_an_error_and_no_endless_search() 
         ids(order_of(corpus_of([1, 0]), size=1, micro=1), 1)
 
 
-def test_a_row_that_cannot_be_encoded_is_named_by_its_file_and_number() -> None:
-    def bad(rows: list[dict[str, Any]]) -> list[Any]:
-        return [RowError("has no text") if raw["row"] == 2 else [raw | {"items": 1}] for raw in rows]
+def with_bad_rows(numbers: set[tuple[int, int]]) -> Callable[[list[dict[str, Any]]], list[Any]]:
+    """An `encode` that cannot use the rows (file, row)."""
 
-    told: list[str] = []
-    lane = Lane(0, 1, [0], corpus_of([4]), bad, alone, 0, 10, told.append)
+    def encode(rows: list[dict[str, Any]]) -> list[Any]:
+        return [
+            RowError("has no text") if (raw["file"], raw["row"]) in numbers else [raw | {"items": 1}] for raw in rows
+        ]
+
+    return encode
+
+
+def test_a_row_that_cannot_be_used_is_left_out_and_told_once() -> None:
+    lane = Lane(0, 1, [0], corpus_of([4]), with_bad_rows({(0, 2)}), alone, 0, 10, most_bad=1)
     bins = lane.bins(Cursor(0, 0, 0, 0))
-    assert {next(bins)[1][0]["row"] for _ in range(3)} == {0, 1, 3}
-    assert told == ["row 3 of file 1 of data.train: has no text"]
-    with pytest.raises(RunError, match="row 3 of file 1 of data.train: has no text"):
-        next(Lane(0, 1, [0], corpus_of([4]), bad, alone, 0, 10, fail).bins(Cursor(0, 0, 0, 0)))
+    found = [next(bins) for _ in range(6)]  # two passes
+    assert [{taken.bin[0]["row"] for taken in part} for part in (found[:3], found[3:])] == [{0, 1, 3}] * 2
+    assert [taken.bad for taken in found] == [[Bad(0, 2, "has no text")], *[[]] * 5]
+    assert [taken.after.counts.bad for taken in found] == [1] * 6
+    assert [taken.after.counts.rows for taken in found] == [4, 4, 4, 8, 8, 8]
+
+
+def test_a_lane_that_has_too_many_of_them_names_the_one_beyond_the_bound() -> None:
+    bad = with_bad_rows({(0, 1), (0, 2), (0, 7)})
+    for most, told in ((0, "row 2 of file 1 of data.train: has no text"), (1, "row 3 .*than data.max_bad_rows 1")):
+        with pytest.raises(InputError, match=told):
+            next(Lane(0, 1, [0], corpus_of([9]), bad, alone, 0, 5, most).bins(Cursor(0, 0, 0, 0)))
+    bins = Lane(0, 1, [0], corpus_of([9]), bad, alone, 0, 5, most_bad=2).bins(Cursor(0, 0, 0, 0))
+    for _ in range(3):
+        next(bins)
+    with pytest.raises(InputError, match="row 8 of file 1"):
+        next(bins)
+
+
+def test_a_corpus_of_unusable_rows_is_not_read_to_its_end() -> None:
+    reads: Reads = []
+    everything = with_bad_rows({(0, row) for row in range(1000)})
+    with pytest.raises(InputError, match="row 4 of file 1"):
+        next(Lane(0, 1, [0], corpus_of([1000], reads), everything, alone, 0, 10, most_bad=3).bins(Cursor(0, 0, 0, 0)))
+    assert len(reads) == 10
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 12])
+def test_processes_together_count_every_row_once_wherever_they_stopped(processes: int) -> None:
+    corpus, bad = corpus_of([20] * 4), with_bad_rows({(0, 1), (1, 7), (1, 8), (3, 19)})
+    lanes = [Lane(n, 4, [n], corpus, bad, alone, 0, 6, most_bad=9) for n in range(4)]
+
+    def of_steps(rank: int, start: list[Cursor], steps: int) -> tuple[list[Bad], dict[int, Cursor]]:
+        order = StreamOrder(lanes, rank=rank, processes=processes, global_size=12, micro_size=1)
+        order.cursors = start
+        shares = list(itertools.islice(order, steps * 12 // processes))
+        return [one for share in shares for one in share.bad], dict(shares[-1].places) if order.speaks else {}
+
+    begin = [Cursor(0, 0, 0, 0)] * 4
+    first = [of_steps(rank, begin, 2) for rank in range(processes)]
+    there = {lane: cursor for _, found in first for lane, cursor in found.items()}
+    second = [of_steps(rank, [there[lane] for lane in range(4)], 7) for rank in range(processes)]
+    met = sorted(one for found, _ in first + second for one in found)
+    assert [(one.file, one.row) for one in met] == [(0, 1), (1, 7), (1, 8), (3, 19)]
+    total = Counts()
+    for cursor in {lane: cursor for _, found in second for lane, cursor in found.items()}.values():
+        total = total.plus(cursor.counts)
+    assert total.bad == 4
+    whole = [of_steps(rank, begin, 9) for rank in range(processes)]
+    assert {k: v for _, found in whole for k, v in found.items()} == {
+        k: v for _, found in second for k, v in found.items()
+    }
+
+
+def test_what_became_of_rows_is_counted() -> None:
+    becomes = [[{"items": 1, "cut": True}], [], [{"items": 0}], [{"items": 1}, {"items": 0}]]
+    lane = Lane(0, 1, [0], corpus_of([4]), lambda rows: [becomes[raw["row"]] for raw in rows], alone, 0, 10)
+    assert next(lane.bins(Cursor(0, 0, 0, 0))).after.counts == Counts(rows=4, cut=1, dropped=1, untrained=1, bad=0)
+
+
+def test_progress_is_told_by_the_files_that_are_done() -> None:
+    lane = Lane(0, 1, [0, 1], corpus_of([30, 10]), with_bad_rows(set()), alone, 0, 7)
+    cursors = [taken.after for taken in itertools.islice(lane.bins(Cursor(0, 0, 0, 0)), 41)]
+    shares = [lane.progress(cursor) for cursor in cursors]
+    assert shares == sorted(shares) and set(shares) == {0, 0.5, 1}
 
 
 @pytest.fixture

@@ -1,0 +1,173 @@
+"""Rows of JSON-lines and text files, one a line, compressed or not, on this disk or behind an address, from any row on.
+
+A line that is no row becomes a `RowError` in its place, so that every row keeps its number. What breaks off while it
+is read from an address is opened again where it stopped. No order, no lane and no task is known here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+
+from .errors import InputError, RunError
+from .tasks.protocol import RowError
+
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+LONGEST_LINE = 2**26  # bytes; more is no row, and would only fill the memory
+BUFFER = 2**20  # bytes of a file that are read at a time
+RETRIES = 5  # times in a row that an address may fail to deliver
+FIRST_WAIT = 1.0  # seconds before the first of them; then twice as long each time
+
+Row = dict[str, Any]
+
+
+def suffix_of(name: str) -> str:
+    """Return the ending that tells the format of a file, below that of its compression and without a query."""
+    path = PurePosixPath(name.partition("?")[0])
+    return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def read_lines(name: str, skip: int, *, size: int | None = None) -> Iterator[Row | RowError]:
+    """Yield the rows of a .jsonl or .txt file from row `skip` on; lines of white space in a .jsonl file are no rows.
+
+    Raises `RunError` for a file that is not of `size` bytes: what is there now is not what the run began with.
+    """
+    parse, failures, done = PARSERS[suffix_of(name)], 0, skip
+    while True:
+        try:
+            with _opened(name, size) as file:
+                for number, line in enumerate(_rows_of(file, blank=parse is _as_text)):
+                    if number >= done:
+                        done, failures = number + 1, 0
+                        yield parse(line)
+            return
+        except _broken() as error:
+            failures += 1
+            if failures > RETRIES or not _may_pass(name, error):
+                raise
+            time.sleep(FIRST_WAIT * 2 ** (failures - 1))
+
+
+def check_compression(name: str) -> None:
+    """Raise `InputError` where a file's compression needs a package that is not there."""
+    if PurePosixPath(name.partition("?")[0]).suffix == ".zst":
+        try:
+            import zstandard  # noqa: F401
+        except ImportError:
+            raise InputError(f"data.train: {name}: .zst cannot be read here", hint="pip install zstandard") from None
+
+
+def _rows_of(file: Any, *, blank: bool) -> Iterator[bytes | RowError]:
+    """Yield the lines of a file without their ends; one that is too long is an error in its place."""
+    while line := file.readline(LONGEST_LINE):
+        if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE)
+            yield RowError(f"is longer than {LONGEST_LINE // 2**20} MiB")
+        elif blank or line.strip():
+            yield line.rstrip(b"\r\n")
+
+
+def _as_json(line: bytes | RowError) -> Row | RowError:
+    if isinstance(line, RowError):
+        return line
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return RowError("is not UTF-8 text")
+    except (json.JSONDecodeError, RecursionError) as error:
+        return RowError(f"is not JSON: {getattr(error, 'msg', 'nested too deeply')}")
+    if not isinstance(row, dict):
+        return RowError("is not a JSON object")
+    if b"\\ud" in line or b"\\uD" in line:  # half of a pair is valid JSON and no text: tokenizers fail on it
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return RowError("holds half of a surrogate pair, which is no text")
+    return row
+
+
+def _as_text(line: bytes | RowError) -> Row | RowError:
+    if isinstance(line, RowError):
+        return line
+    try:
+        return {"text": line.decode("utf-8-sig")}
+    except UnicodeDecodeError:
+        return RowError("is not UTF-8 text")
+
+
+PARSERS: dict[str, Callable[[bytes | RowError], Row | RowError]] = {".jsonl": _as_json, ".txt": _as_text}
+
+
+@contextmanager
+def _opened(name: str, size: int | None) -> Iterator[Any]:
+    """Open a file for reading, decompressed; one of another size than `size` is another file."""
+    with ExitStack() as stack:
+        if "://" in name:
+            raw = stack.enter_context(_opened_address(name))
+            found = getattr(raw, "size", None)
+            file: Any = stack.enter_context(io.BufferedReader(raw, BUFFER))
+        else:
+            file = stack.enter_context(open(name, "rb", buffering=BUFFER))
+            found = os.fstat(file.fileno()).st_size
+        require_size(name, size, found)
+        yield stack.enter_context(_decompressed(file, PurePosixPath(name.partition("?")[0]).suffix))
+
+
+def require_size(name: str, size: int | None, found: int | None) -> None:
+    """Raise `RunError` for a file that is not of the size it had; None: not known."""
+    if size is not None and found is not None and size != found:
+        told = f"{name} has {found:,} bytes and had {size:,} when the run began: a stream's files must not change"
+        raise RunError(told)
+
+
+def _opened_address(name: str) -> Any:
+    from fsspec.core import url_to_fs
+
+    if name.partition("://")[0] not in ("http", "https"):
+        system, path = url_to_fs(name)
+        return system.open(path, "rb")
+    # One request for the whole file: not every server knows ranges. The environment names proxies.
+    system, path = url_to_fs(name, client_kwargs={"trust_env": True})
+    return system.open(path, "rb", block_size=0)
+
+
+def _decompressed(file: BinaryIO, suffix: str) -> Any:
+    if suffix == ".gz":
+        import gzip
+
+        return gzip.open(file)
+    if suffix == ".bz2":
+        import bz2
+
+        return bz2.open(file)
+    if suffix == ".xz":
+        import lzma
+
+        return lzma.open(file)
+    if suffix == ".zst":
+        import zstandard
+
+        # Files that several processes compressed have several frames.
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True), BUFFER)
+    return file
+
+
+def _broken() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a connection that broke off."""
+    try:
+        from aiohttp import ClientError
+    except ImportError:
+        return (OSError,)
+    return (OSError, ClientError)
+
+
+def _may_pass(name: str, error: Exception) -> bool:
+    """Say whether opening it again may help: what is on this disk stays as it is, and so does what is not there."""
+    return "://" in name and not isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -42,6 +42,7 @@ AccelerateArguments = Annotated[
     typer.Argument(metavar="ACCELERATE_ARGUMENT", help="After --: passed on to `accelerate launch`."),
 ]
 
+Split = Literal["train", "eval"]
 TextModelArgument = Annotated[
     str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="Run, checkpoint or model folder, or hub name.")
 ]
@@ -56,6 +57,14 @@ TemperatureOption = Annotated[
 ]
 TopPOption = Annotated[
     float, typer.Option("--top-p", metavar="P", min=0, max=1, help="Draw from this share of the probability.")
+]
+TemplateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="KEY=VALUE",
+        help="Variable of the chat template, as enable_thinking=false. Default: those of a run's recipe.",
+    ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Seeds what is drawn.")]
 
@@ -152,9 +161,10 @@ def check(
 def preview(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    rows: Annotated[
-        int, typer.Option("--rows", metavar="N", min=0, help="Rows to show, the first that are trained on.")
-    ] = 3,
+    split: Annotated[
+        Split, typer.Option("--split", metavar="train|eval", help="Show training or evaluation rows.")
+    ] = "train",
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=0, help="Rows to show, the first that are read.")] = 3,
     row: Annotated[
         int | None, typer.Option("--row", metavar="K", min=1, help="Show row K of the source instead, from 1.")
     ] = None,
@@ -165,11 +175,11 @@ def preview(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show rows as the model is trained on them."""
+    """Show rows as the model reads them."""
     from . import preview as module
-    from .preview_text import Style
+    from .terminal import Style
 
-    found = module.preview_data(recipe, rows=rows, row=row, full=full, overrides=set_ or ())
+    found = module.preview_data(recipe, rows=rows, row=row, split=split, full=full, overrides=set_ or ())
     if html is not None:
         html.write_text(found.as_page(), encoding="utf-8")
     shown = json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(found.lines(Style.of(sys.stdout), ids=ids))
@@ -314,6 +324,7 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = 0,
+    chat_template_kwargs: TemplateOption = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", metavar="N", min=1, help="Prompts that are answered at a time.")
     ] = 8,
@@ -321,7 +332,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each prompt.")] = False,
 ) -> None:
     """Answer prompts with a run's weights or any model."""
-    from . import generation
+    from . import generation, terminal
+    from .template_variables import parse_variables
 
     asked: dict[str, Any] = {
         "file": file,
@@ -332,6 +344,7 @@ def generate(
         "seed": seed,
         "batch_size": batch_size,
         "cpu": cpu,
+        "chat_template_kwargs": parse_variables(chat_template_kwargs or ()),
     }
     if as_json:
         for row in generation.generate_rows(target, prompt or (), **asked):
@@ -339,7 +352,8 @@ def generate(
     elif sys.stdout.isatty() and len(prompt or ()) == 1 and file is None:
         generation.generate(target, prompt or (), stream=sys.stdout, **asked)
     else:
-        print("\n\n".join(generation.generate(target, prompt or (), **asked)))
+        for number, row in enumerate(generation.generate_rows(target, prompt or (), **asked)):
+            print(("\n" if number else "") + terminal.said(row["answer"], sys.stdout), flush=True)
 
 
 @app.command()
@@ -350,10 +364,12 @@ def chat(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = 0,
+    chat_template_kwargs: TemplateOption = None,
     cpu: CpuOption = False,
 ) -> None:
     """Talk with a run's model, or any, in the terminal."""
     from . import conversation
+    from .template_variables import parse_variables
 
     conversation.converse(
         target,
@@ -363,6 +379,7 @@ def chat(
         top_p=top_p,
         seed=seed,
         cpu=cpu,
+        chat_template_kwargs=parse_variables(chat_template_kwargs or ()),
     )
 
 

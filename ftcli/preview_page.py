@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .preview_text import split_facts, title
+from .preview_text import counted, split_facts, title
 from .spans import Span, visible
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def draw_part(preview: Preview) -> str:
         hint = f'<br><span class="n">{_text(finding.hint)}</span>' if finding.hint else ""
         parts.append(f'<p><b class="{finding.level}">{finding.level}:</b> {_text(finding.what)}{hint}</p>')
     if preview.rows:
-        legend = '<span class="t">trained</span>, <span class="s">special token</span>, read only'
+        legend = f'<span class="t">{counted(preview.rows[0])}</span>, <span class="s">special token</span>, read only'
         parts.append(f"<h2>Rows</h2><p>{legend}. A token's ids show under the pointer.</p>")
     parts += [_draw_row(row) for row in preview.rows]
     for name, values in preview.statistics.items():
@@ -72,7 +72,7 @@ def _text(text: str) -> str:
 def _draw_row(row: ShownRow) -> str:
     text = _draw_spans(row.head)
     if row.left_out:
-        told = f"{row.left_out} tokens left out here, {row.left_out_trained} of them trained"
+        told = f"{row.left_out} tokens left out here, {row.left_out_trained} of them {counted(row)}"
         text += f'\n<span class="n">... {told} ...</span>\n'
     text += _draw_spans(row.tail)
     facts = "".join(f"<tr><td>{_text(name)}</td><td>{_text(value)}</td></tr>" for name, value in row.facts.items())

@@ -1,26 +1,22 @@
 """A preview as lines of text: with colours on a terminal that has them, with brackets anywhere else.
 
-Only this module knows colours and widths. What comes from data passes `spans.visible` first, and where the stream
-is not UTF-8 everything becomes ASCII.
+What comes from data passes `spans.visible` first, and where the stream is not UTF-8 everything becomes ASCII.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from .spans import Span, joined, visible
+from .terminal import BOLD, DIM, Style
 
 if TYPE_CHECKING:
     from .data_findings import Finding
     from .preview import ShownRow
 
-RESET = "\x1b[0m"
-BOLD, RED, YELLOW, DIM = "1", "31", "33", "2"
+RED, YELLOW = "31", "33"
 TRAINED, SPECIAL = "1;32", "36"  # green and bold: also without telling green from other colours
 LONGEST_BAR = 50
 PLAIN = 80  # columns of what is no terminal
@@ -31,43 +27,6 @@ COUNTED = {
     "untrained": "left out, untrained",
     "bad": "left out, unusable",
 }
-
-
-@dataclass(frozen=True)
-class Style:
-    """How text is drawn: columns (None: no terminal), colours or brackets, and whether it may leave ASCII."""
-
-    width: int | None = None
-    colour: bool = False
-    unicode: bool = True
-
-    @classmethod
-    def of(cls, stream: TextIO) -> Style:
-        """Return what a stream can show. NO_COLOR (no-color.org) and TERM=dumb mean no colours."""
-        is_terminal = stream.isatty()
-        colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        unicode = (stream.encoding or "").lower().replace("-", "").startswith("utf")
-        return cls(shutil.get_terminal_size().columns if is_terminal else None, colour, unicode)
-
-    def paint(self, text: str, code: str) -> str:
-        """Return text in a colour; each line by itself, so that a pager may cut anywhere between lines."""
-        if not self.colour or not code or not text:
-            return text
-        return "\n".join(f"\x1b[{code}m{line}{RESET}" if line else "" for line in text.split("\n"))
-
-    def safe(self, text: str) -> str:
-        """Return text as this stream can take it."""
-        return text if self.unicode else text.encode("ascii", "backslashreplace").decode("ascii")
-
-    @property
-    def brackets(self) -> tuple[str, str]:
-        """Return what stands around trained text where there is no colour."""
-        return ("", "") if self.colour else ("⟦", "⟧") if self.unicode else ("[[", "]]")
-
-    @property
-    def newline(self) -> str:
-        """Return the mark of a newline, which it then makes."""
-        return "↵\n" if self.unicode else "\\n\n"
 
 
 def draw_findings(findings: Sequence[Finding], style: Style) -> list[str]:
@@ -98,13 +57,13 @@ def draw_rows(rows: Sequence[ShownRow], style: Style, *, ids: bool) -> list[str]
     start, end = style.brackets
     lines = []
     if any(row.trained for row in rows):
-        sample = style.paint(f"{start}trained{end}", TRAINED)
+        sample = style.paint(f"{start}{counted(rows[0])}{end}", TRAINED)
         lines += [f"{sample}, {style.paint('<special token>', SPECIAL)}, read only", ""]
     for row in rows:
         lines.append(style.paint(style.safe(visible(title(row))), BOLD))
         text = _draw_spans(row.head, style)
         if row.left_out:
-            gap = f"... {row.left_out} tokens left out here, {row.left_out_trained} of them trained (--full) ..."
+            gap = f"... {row.left_out} tokens left out here, {row.left_out_trained} of them {counted(row)} (--full) ..."
             text += "\n" + style.paint(gap, DIM) + "\n"
         text += _draw_spans(row.tail, style)
         lines += text.removesuffix("\n").split("\n") if text else []
@@ -118,9 +77,15 @@ def draw_rows(rows: Sequence[ShownRow], style: Style, *, ids: bool) -> list[str]
 def title(row: ShownRow) -> str:
     """Return the line that says which row it is."""
     when = "not in the first epoch" if row.step is None else f"step {row.step}" if row.step else "not yet shuffled"
+    when = "evaluation" if row.split == "eval" else when
     size = f", {row.tokens} tokens" if row.tokens else ""
-    trained = f", {row.trained} trained" if row.trained else ""
+    trained = f", {row.trained} {counted(row)}" if row.trained else ""
     return f"row {row.number} of {row.source}, {when}{size}{trained}"
+
+
+def counted(row: ShownRow) -> str:
+    """Return what is done with the tokens of a row that its loss is on."""
+    return "measured" if row.split == "eval" else "trained"
 
 
 def _draw_spans(spans: Iterable[Span], style: Style) -> str:

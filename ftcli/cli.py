@@ -62,7 +62,7 @@ TemplateOption = Annotated[
     list[str] | None,
     typer.Option(
         "--chat-template-kwargs",
-        metavar="KEY=VALUE",
+        metavar="K=V",
         help="Variable of the chat template, as enable_thinking=false. Default: those of a run's recipe.",
     ),
 ]

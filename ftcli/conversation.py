@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import InputError, nearest
-from .prompts import Answer, Prompt
+from .prompts import Answer, Prompt, readable
 from .terminal import BOLD, DIM, Style, said
 
 if TYPE_CHECKING:
@@ -112,13 +112,8 @@ def converse(
     from .writer import load_writer
 
     choice = choice_of(max_new_tokens, temperature, top_p, seed)
-    writer = load_writer(target, cpu=cpu, chat_template_kwargs=chat_template_kwargs)
-    if not writer.tokenizer.chat_template:
-        raise InputError(
-            f"{target} has no chat template, so it cannot hold a conversation",
-            hint=f"let it go on from plain text: ftcli generate {target} --prompt TEXT",
-        )
-    conversation, is_typed = Conversation(system), sys.stdin.isatty()
+    writer = load_writer(target, cpu=cpu, chat_template_kwargs=chat_template_kwargs, converses=True)
+    conversation, is_typed = Conversation(None if system is None else readable(system)), sys.stdin.isatty()
     if is_typed:
         _note(f"{target} listens; /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation")
     for line in _lines(is_typed):
@@ -180,8 +175,7 @@ def _lines(is_typed: bool) -> Iterator[str]:
             print(file=sys.stderr)
             continue
         if line.strip():
-            # Bytes that are no text in the terminal's encoding reach us as surrogates, which no tokenizer takes.
-            yield line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            yield readable(line)
     if is_typed:
         print(file=sys.stderr)
 
@@ -200,4 +194,6 @@ def _read(is_typed: bool) -> str:
 
 
 def _note(text: str) -> None:
-    print(Style.of(sys.stderr).paint(text, DIM), file=sys.stderr, flush=True)
+    style = Style.of(sys.stderr)
+    for line in said(text, sys.stderr).split("\n"):
+        print(*(style.paint(part, DIM) for part in style.wrap(line)), sep="\n", file=sys.stderr, flush=True)

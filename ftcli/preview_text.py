@@ -5,7 +5,6 @@ What comes from data passes `spans.visible` first, and where the stream is not U
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 RED, YELLOW = "31", "33"
 TRAINED, SPECIAL = "1;32", "36"  # green and bold: also without telling green from other colours
+COUNTS = {"train": "trained", "eval": "measured"}  # what is done with the tokens that the loss is on
 LONGEST_BAR = 50
 PLAIN = 80  # columns of what is no terminal
 COUNTED = {
@@ -43,11 +43,7 @@ def draw_findings(findings: Sequence[Finding], style: Style) -> list[str]:
 
 def _wrapped(text: str, style: Style) -> list[str]:
     """Return text in lines no wider than a terminal; what is no terminal gets one line, for grep."""
-    safe = style.safe(visible(text))
-    if style.width is None:
-        return [safe]
-    indent = " " * (len(safe) - len(safe.lstrip()))
-    return textwrap.wrap(safe, style.width, subsequent_indent=indent or "  ", break_on_hyphens=False)
+    return style.wrap(style.safe(visible(text)))
 
 
 def draw_rows(rows: Sequence[ShownRow], style: Style, *, ids: bool) -> list[str]:
@@ -85,7 +81,7 @@ def title(row: ShownRow) -> str:
 
 def counted(row: ShownRow) -> str:
     """Return what is done with the tokens of a row that its loss is on."""
-    return "measured" if row.split == "eval" else "trained"
+    return COUNTS[row.split]
 
 
 def _draw_spans(spans: Iterable[Span], style: Style) -> str:
@@ -134,7 +130,7 @@ def draw_statistics(statistics: dict[str, Any], style: Style) -> list[str]:
     """Return the numbers of every split, one fact a line, and the histogram of lengths."""
     lines: list[str] = []
     for name, values in statistics.items():
-        facts = split_facts(values)
+        facts = split_facts(name, values)
         width = max(len(fact) for fact, _ in facts)
         lines.append(style.paint({"train": "training rows", "eval": "evaluation rows"}[name], BOLD))
         lines += [f"  {fact:<{width}}  {style.safe(visible(text))}" for fact, text in facts]
@@ -148,13 +144,13 @@ def draw_statistics(statistics: dict[str, Any], style: Style) -> list[str]:
     return lines[:-1]
 
 
-def split_facts(values: dict[str, Any]) -> list[tuple[str, str]]:
+def split_facts(split: str, values: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, value) of each fact of a split, for any drawing."""
     facts = [("rows", f"{values['rows']:,}")]
     if "tokens" in values:
-        facts.append(("tokens", _tokens(values)))
+        facts.append(("tokens", _tokens(split, values)))
     if len(values["sources"]) > 1:
-        facts += [(f"of {label}", _source(of)) for label, of in values["sources"].items()]
+        facts += [(f"of {label}", _source(split, of)) for label, of in values["sources"].items()]
     if "lengths" in values:
         facts.append(("lengths", ", ".join(f"{name} {value:,}" for name, value in values["lengths"].items())))
         facts.append(("at data.max_length", _if_any(values["at_max_length"], "cut or just fitting")))
@@ -191,14 +187,15 @@ def _epoch_facts(epoch: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _source(values: dict[str, Any]) -> str:
-    return count_rows(values["rows"]) + (f", tokens {_tokens(values)}" if "tokens" in values else "")
+def _source(split: str, values: dict[str, Any]) -> str:
+    return count_rows(values["rows"]) + (f", tokens {_tokens(split, values)}" if "tokens" in values else "")
 
 
-def _tokens(values: dict[str, Any]) -> str:
+def _tokens(split: str, values: dict[str, Any]) -> str:
     if "trained_tokens" not in values:
         return f"{values['tokens']:,}"
-    return f"{values['tokens']:,}, {values['trained_tokens']:,} trained ({100 * values['trained_share']:.1f} %)"
+    share = f"{COUNTS[split]} ({100 * values['trained_share']:.1f} %)"
+    return f"{values['tokens']:,}, {values['trained_tokens']:,} {share}"
 
 
 def _draw_bars(bars: Sequence[tuple[str, int]], style: Style) -> list[str]:

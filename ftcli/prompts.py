@@ -71,10 +71,16 @@ def collect(prompts: Sequence[Asked], file: str | Path | None = None, system: st
 
     Raises `InputError` when there are none, and for a conversation that has a system turn already.
     """
-    found = [Prompt(asked) for asked in prompts] + ([] if file is None else read_prompts(file, key="--file"))
+    found = [Prompt(readable(asked) if isinstance(asked, str) else asked) for asked in prompts]
+    found += [] if file is None else read_prompts(file, key="--file")
     if not found:
         raise InputError("there is nothing to answer", hint="give --prompt TEXT, or --file FILE")
-    return found if system is None else [_under(system, prompt) for prompt in found]
+    return found if system is None else [_under(readable(system), prompt) for prompt in found]
+
+
+def readable(text: str) -> str:
+    """Return text with U+FFFD for bytes that are none: Python hands them on as surrogates, which no tokenizer takes."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def read_prompts(path: str | Path, *, key: str) -> list[Prompt]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import textwrap
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -41,6 +42,13 @@ class Style:
     def safe(self, text: str) -> str:
         """Return text as this stream can take it."""
         return text if self.unicode else text.encode("ascii", "backslashreplace").decode("ascii")
+
+    def wrap(self, text: str) -> list[str]:
+        """Return a line as lines no wider than the terminal, the later ones indented; what is none gets it whole."""
+        if self.width is None:
+            return [text]
+        indent = " " * (len(text) - len(text.lstrip()))
+        return textwrap.wrap(text, self.width, subsequent_indent=indent or "  ", break_on_hyphens=False)
 
     @property
     def brackets(self) -> tuple[str, str]:

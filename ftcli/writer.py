@@ -104,14 +104,33 @@ class Writer:
         return answer_of(self.tokenizer, prompt, ids, self.ends)
 
 
+@dataclass(frozen=True)
+class _Talk:
+    """What a call wants of the chat template, to be looked at before a model is loaded."""
+
+    variables: dict[str, Any]
+    is_needed: bool
+
+    def require_template(self, name: str, tokenizer: Any) -> None:
+        if self.is_needed and not tokenizer.chat_template:
+            raise InputError(
+                f"{name} has no chat template, so it cannot hold a conversation",
+                hint=f"let it go on from plain text: ftcli generate {name} --prompt TEXT",
+            )
+
+
 def load_writer(
-    target: str | Path, *, cpu: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
+    target: str | Path,
+    *,
+    cpu: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    converses: bool = False,
 ) -> Writer:
     """Return what answers for a run, a checkpoint, or a model's name or folder; says in one line what is loaded.
 
     A run answers with its final weights, else with its newest intact checkpoint, and is given prompts as its task
     writes them; `chat_template_kwargs` go before the variables of its recipe. Raises `InputError` for what does not
-    generate text, and for a variable that nothing reads.
+    generate text, for a variable that nothing reads, and where it `converses`, for a tokenizer without a template.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -119,31 +138,32 @@ def load_writer(
     from .models import load_from_hub, load_tokenizer, quiet_libraries
 
     quiet_libraries()
-    name, path, given = str(target), Path(target), dict(chat_template_kwargs or {})
+    name, path, talk = str(target), Path(target), _Talk(dict(chat_template_kwargs or {}), converses)
     use = torch.accelerator.is_available() and not cpu
     device = torch.accelerator.current_accelerator() if use else torch.device("cpu")
     assert device is not None
     if is_checkpoint(path):
         if problem := damage(path):
             raise InputError(problem, hint="`ftcli show RUN` lists the checkpoints of a run")
-        return _from_checkpoint(path, device, given)
+        return _from_checkpoint(path, device, talk)
     folder = RunFolder(path)
     if (folder.path / "recipe.yaml").exists():
-        return _from_run(folder, device, given)
+        return _from_run(folder, device, talk)
     section = Model(name=name)
     tokenizer = load_tokenizer(section)
-    check_variables(given, texts_of(tokenizer.chat_template), FLAG)
+    talk.require_template(name, tokenizer)
+    check_variables(talk.variables, texts_of(tokenizer.chat_template), FLAG)
     say(f"loading {name} on {device}")
     model = load_from_hub(AutoModelForCausalLM, section, dtype=torch.float32).eval()
 
     def encode(asked: Asked, *, chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any) -> list[int]:
-        variables = {**given, **(chat_template_kwargs or {})}
+        variables = {**talk.variables, **(chat_template_kwargs or {})}
         return encode_prompt(tokenizer, asked, chat_template_kwargs=variables, **options)
 
     return Writer(name, tokenizer, model.to(device), encode)
 
 
-def _from_run(folder: RunFolder, device: torch.device, given: dict[str, Any]) -> Writer:
+def _from_run(folder: RunFolder, device: torch.device, talk: _Talk) -> Writer:
     from .artifacts import load_plain
 
     recipe = load_recipe(folder.path / "recipe.yaml")
@@ -156,14 +176,14 @@ def _from_run(folder: RunFolder, device: torch.device, given: dict[str, Any]) ->
             told = f"{folder.path} has no final weights yet, and no intact checkpoint"
             raise InputError(told, hint="`ftcli show RUN` tells how far it is")
         say(f"{folder.path} has no final weights yet; {found} answers")
-        return _from_checkpoint(found, device, given)
-    task = _task_of(recipe.model_copy(update={"model": Model(name=str(folder.final))}), given)
+        return _from_checkpoint(found, device, talk)
+    task = _task_of(recipe.model_copy(update={"model": Model(name=str(folder.final))}), talk, folder.path)
     say(f"loading {folder.final} on {device}")
     model = load_plain("AutoModelForCausalLM", folder.final).to(device)
     return Writer(str(folder.path), task.tokenizer, model, task.encode_prompt)
 
 
-def _from_checkpoint(path: Path, device: torch.device, given: dict[str, Any]) -> Writer:
+def _from_checkpoint(path: Path, device: torch.device, talk: _Talk) -> Writer:
     """Return a checkpoint's model: that of its recipe, with the stored weights put in one at a time."""
     from .checkpoint import Stored
     from .trained_weights import adapter_values, build_model, check_names, put, put_buffers, whole_model
@@ -171,7 +191,7 @@ def _from_checkpoint(path: Path, device: torch.device, given: dict[str, Any]) ->
     state = read_state(path)
     recipe = Recipe.model_validate(state["recipe"])
     _check_writes(recipe, str(path))
-    task = _task_of(recipe, given)
+    task = _task_of(recipe, talk, path)
     say(f"loading {path} on {device}")
     model = build_model(recipe, task, state["data"]["facts"]).float()
     check_names(model, state)
@@ -195,15 +215,18 @@ def _check_writes(recipe: Recipe, what: str) -> None:
         raise InputError(f"{what} did not train a model that generates text: its task is {recipe.task}")
 
 
-def _task_of(recipe: Recipe, given: dict[str, Any]) -> Any:
+def _task_of(recipe: Recipe, talk: _Talk, where: Path) -> Any:
     """Return a recipe's task, whose prompts have variables of the template besides the recipe's own."""
     from .tasks import build_task
 
-    if given:
-        data = recipe.data.model_copy(update={"chat_template_kwargs": {**recipe.data.chat_template_kwargs, **given}})
+    if talk.variables:
+        variables = {**recipe.data.chat_template_kwargs, **talk.variables}
+        data = recipe.data.model_copy(update={"chat_template_kwargs": variables})
         recipe = recipe.model_copy(update={"data": data})
         check_recipe(recipe, FLAG)
-    return build_task(recipe)
+    task = build_task(recipe)
+    talk.require_template(str(where), task.tokenizer)
+    return task
 
 
 def _plain(model: Any) -> Any:

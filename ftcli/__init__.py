@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checks import check as check
     from .errors import InputError as InputError
     from .evaluation import evaluate as evaluate
     from .exports import export as export
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from .launcher import train as train
     from .loop import steps as steps
     from .parity import compare_profiles as compare_profiles
-    from .planning import check as check
     from .preview import preview_data as preview_data
     from .recipe_file import load_recipe as load_recipe
     from .run import prepare as prepare
@@ -30,7 +30,7 @@ _HOMES = {
     "InputError": "errors",
     "LaunchError": "supervision",
     "RunFolder": "run_folder",
-    "check": "planning",
+    "check": "checks",
     "compare_profiles": "parity",
     "evaluate": "evaluation",
     "export": "exports",

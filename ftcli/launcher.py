@@ -1,8 +1,7 @@
 """Starts a run: in this process, or as one `accelerate launch` below it; the same for shell and notebook.
 
-Everything the user wrote is checked here, in the parent, before any model loads. This module knows command
-lines and counts processes; what a launched command does to its run folder is supervision.py's. Light: never
-imports torch.
+Everything the user wrote is checked here, in the parent, before any model loads. This module decides where a run takes
+place and what its workers are told; the command that starts them is launch_command.py's. Light: never imports torch.
 """
 
 from __future__ import annotations
@@ -10,53 +9,22 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .devices import check_devices, count_cores, count_processes
-from .errors import InputError, Problem
+from .devices import check_devices, count_processes
+from .errors import InputError
 from .faults import StopRequest
-from .machines import ONE_MACHINE, Machines, machine_problems
-from .run_folder import FLIGHT_RECORDER, RunFolder
-from .supervision import ENDING, LaunchError, say, supervise
+from .launch_command import launch, owned_problems
+from .machines import Machines, machine_problems
+from .run_folder import RunFolder
+from .supervision import say
 
 if TYPE_CHECKING:
     from .profiles import Profile
     from .recipe import Recipe
-
-__all__ = ["LaunchError", "Machines", "count_processes", "evaluate_target", "launch", "launch_line", "train"]
-
-# Arguments of `accelerate launch` that others decide, and who; its parser also takes any abbreviation.
-OWNED_ARGUMENTS = {
-    "config_file": "give --profile",
-    "num_processes": "give --num-processes to ftcli",
-    "num_machines": "give --num-machines to ftcli",
-    "machine_rank": "give --machine-rank to ftcli",
-    "main_process_ip": "give --main-process-ip to ftcli",
-    "main_process_port": "give --main-process-port to ftcli",
-    "cpu": "give --cpu to ftcli",
-    "gpu_ids": "set CUDA_VISIBLE_DEVICES",
-    "mixed_precision": "set precision in the recipe",
-    "module": "ftcli starts itself",
-    "no_python": "ftcli starts itself",
-}
-PROFILE_PREFIXES = (
-    "multi_gpu",
-    "tpu",
-    "use_",
-    "fsdp_",
-    "zero",
-    "offload_",
-    "deepspeed_",
-    "gradient_",
-    "dynamo_",
-    "megatron_",
-    "parallelism_",
-    "fp8_",
-)
 
 
 def train(
@@ -86,7 +54,8 @@ def train(
     checkpoint or a run; a run that is done is left alone.
     `resume_anyway` accepts a recipe that gives another curve. `record_start` is what `parity` asks of its runs.
     """
-    from .planning import check_inputs, check_trackers, derive_plan, derive_shards
+    from .checks import check_inputs, check_trackers
+    from .planning import derive_plan, derive_shards
     from .profiles import check_pair
     from .recipe_file import run_output
     from .resumption import AUTO, NEVER, belongs_to, find_start, is_done
@@ -110,7 +79,7 @@ def train(
             return folder
         resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
         if chosen is None or is_launched():
-            from .run import work
+            from .worker import work
 
             if not is_launched():
                 _check_without_profile(num_processes, num_machines, launch_arguments)
@@ -128,9 +97,7 @@ def train(
                 resume_anyway=resume_anyway,
             )
             return folder
-        world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines.count)
-        if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
-            raise InputError(problems)
+        world = _count_world(chosen, num_processes, machines, launch_arguments, cpu=cpu)
         derive_plan(loaded, world)
         derive_shards(*chosen.mesh, world)
         check_inputs(loaded, cpu=cpu)
@@ -138,11 +105,7 @@ def train(
             say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
         if machines.rank == 0:
             folder.claim(resuming=resuming)
-        worker = [
-            "train",
-            _file_for_workers(recipe, folder, machines),
-            *(f"--set={override}" for override in overrides),
-        ]
+        worker = ["train", _file_for_workers(recipe, folder, machines), *(f"--set={item}" for item in overrides)]
         worker += ["--output", str(folder.path)] + ["--cpu"] * cpu + ["--dry-run"] * dry_run
         worker += ["--record-start"] * record_start + ["--resume-anyway"] * resume_anyway
         worker += [] if start is None else ["--resume", str(start.resolve())]
@@ -179,7 +142,7 @@ def evaluate_target(
         raise InputError(f"{folder.path} holds no run", hint="give the folder that --output named")
     chosen = _chosen_profile(profile)
     if chosen is None or is_launched():
-        from .run import evaluate_run
+        from .worker import evaluate_run
 
         if not is_launched():
             _check_without_profile(num_processes, 1, launch_arguments)
@@ -187,9 +150,7 @@ def evaluate_target(
     machines = Machines.of(chosen, 1, 0, None, None)
     if machines.count > 1:
         raise InputError(f"profile {chosen.name} asks for {machines.count} machines, evaluating takes one")
-    world = count_processes(chosen, num_processes, cpu=cpu)
-    if problems := _launch_problems(chosen, world, machines, launch_arguments, cpu=cpu):
-        raise InputError(problems)
+    world = _count_world(chosen, num_processes, machines, launch_arguments, cpu=cpu)
     derive_shards(*chosen.mesh, world)
     worker = ["evaluate", str(folder.path)] + ["--cpu"] * cpu
     launch(
@@ -203,82 +164,6 @@ def evaluate_target(
     )
     metrics: dict[str, float] = json.loads((folder.path / "evaluation.json").read_text(encoding="utf-8"))
     return metrics
-
-
-def launch(
-    worker_arguments: Sequence[str],
-    *,
-    profile: Profile,
-    num_processes: int,
-    folder: RunFolder,
-    machines: Machines = ONE_MACHINE,
-    cpu: bool = False,
-    launch_arguments: Sequence[str] = (),
-    result: str = "status.json",
-) -> None:
-    """Run `ftcli WORKER_ARGUMENTS` on `num_processes` processes by one `accelerate launch`; see it through.
-
-    Raises `LaunchError` when it fails. `result` is the file of the run folder that says it succeeded.
-    """
-    assert profile.path is not None  # only a worker's profile has no file
-    shown = launch_line(worker_arguments, profile, num_processes, machines, launch_arguments)
-    say(f"ftcli: the same by accelerate alone: {shlex.join(shown)}")
-    local = num_processes // machines.count
-    environment = {
-        "FTCLI_PROFILE": str(profile.path.resolve()),
-        # Accelerate's own default is one thread, also for a single process on a CPU.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // local)),
-        "PYTHONPATH": os.pathsep.join(_import_path()),
-    }
-    environment |= _flight_recorder(folder) | _torchrun()
-    if cpu:  # a rehearsal must not touch the GPUs that may be there; DeepSpeed would pick them by itself
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    port = ["--main_process_port", "0"] if machines.count == 1 and machines.main_port is None else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *port, *shown[2:]]
-    is_first = machines.rank == 0  # the folder may be shared by all machines
-    supervise(
-        command,
-        folder=folder,
-        environment=environment,
-        result=result if is_first else None,
-        owns_folder=is_first,
-        is_alone=machines.count == 1,
-    )
-
-
-def _torchrun() -> dict[str, str]:
-    """Return what makes torchrun leave stop signals to us, and wait briefly for ranks whose peer has failed."""
-    return {"PET_SIGNALS_TO_HANDLE": ENDING.name, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
-
-
-def _flight_recorder(folder: RunFolder) -> dict[str, str]:
-    """Return what makes ranks write where they stood when a collective times out; PyTorch adds the rank to the name."""
-    wanted = {
-        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that are remembered, PyTorch's own number
-        "TORCH_FR_DUMP_TEMP_FILE": str((folder.path / FLIGHT_RECORDER).resolve()),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def launch_line(
-    worker_arguments: Sequence[str],
-    profile: Profile,
-    num_processes: int,
-    machines: Machines = ONE_MACHINE,
-    launch_arguments: Sequence[str] = (),
-) -> list[str]:
-    """Return the bare `accelerate launch` command that does the same as ftcli's launcher."""
-    line = ["accelerate", "launch", "--config_file", str(profile.path), "--num_processes", str(num_processes)]
-    if machines.count > 1:
-        line += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]
-    if machines.main_ip is not None:
-        line += ["--main_process_ip", machines.main_ip]
-    if machines.main_port is not None:
-        line += ["--main_process_port", str(machines.main_port)]
-    if machines.rendezvous != "static":  # Accelerate drops the profile's: its own default wins
-        line += ["--rdzv_backend", machines.rendezvous]
-    return [*line, *launch_arguments, "-m", "ftcli", *worker_arguments]
 
 
 def _chosen_profile(named: str | Path | None) -> Profile | None:
@@ -313,27 +198,15 @@ def is_launched() -> bool:
     return "FTCLI_LAUNCHED" in names or by_torchrun or by_accelerate
 
 
-def _launch_problems(
-    profile: Profile, world: int, machines: Machines, launch_arguments: Sequence[str], *, cpu: bool
-) -> list[Problem]:
-    """Return every reason not to launch that can be known before anything starts."""
+def _count_world(
+    profile: Profile, num_processes: int | None, machines: Machines, launch_arguments: Sequence[str], *, cpu: bool
+) -> int:
+    """Return how many processes are launched; raises `InputError` for all that can be known before anything starts."""
+    world = count_processes(profile, num_processes, cpu=cpu, num_machines=machines.count)
     problems = check_devices(profile, world, cpu=cpu, num_machines=machines.count)
-    return problems + _owned(launch_arguments) + machine_problems(profile, world, machines)
-
-
-def _owned(launch_arguments: Sequence[str]) -> list[Problem]:
-    """Return the arguments for accelerate that would silently beat the profile, the recipe or ftcli."""
-    problems = []
-    for argument in launch_arguments:
-        name = "module" if argument == "-m" else argument.split("=")[0].replace("-", "_").removeprefix("__")
-        if not argument.startswith("--") and argument != "-m":
-            continue
-        hints = [hint for owned, hint in OWNED_ARGUMENTS.items() if owned.startswith(name)]
-        if name.startswith(PROFILE_PREFIXES):
-            hints.append("write it in the profile")
-        if hints:
-            problems.append(Problem(f"{argument} is not accelerate's to decide here", hint=hints[0]))
-    return problems
+    if problems := problems + owned_problems(launch_arguments) + machine_problems(profile, world, machines):
+        raise InputError(problems)
+    return world
 
 
 def _check_without_profile(num_processes: int | None, num_machines: int, launch_arguments: Sequence[str]) -> None:
@@ -368,10 +241,3 @@ def _file_for_workers(recipe: str | Path | Recipe, folder: RunFolder, machines: 
     if machines.rank == 0:
         folder.write_status("loading", 0, 0)  # so that a launch that fails at once does not block the next one
     return str(folder.path / name)
-
-
-def _import_path() -> list[str]:
-    """Return PYTHONPATH for the workers: they must import the same ftcli, also from a bare checkout."""
-    given = [item for item in os.environ.get("PYTHONPATH", "").split(os.pathsep) if item]
-    home = str(Path(__file__).resolve().parent.parent)
-    return given if home in given or home.endswith("-packages") else [*given, home]

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .checks import check_inputs
 from .comparison import TOLERANCES, Comparison, Curve, Tolerance, compare
 from .curves import draw_curves
 from .devices import check_devices, count_processes
 from .errors import EXIT_DONE, EXIT_FAILED, InputError, Problem
-from .planning import check_inputs, derive_batches, derive_plan
+from .planning import derive_batches, derive_plan
 from .run_folder import RunFolder
 from .supervision import LaunchError, say
 

@@ -20,7 +20,7 @@ SCHEMA_FILE, REFERENCE_FILE = "recipe.schema.json", "README.md"
 _HEAD = """\
 # Every key of a recipe
 
-Generated from the declarations in `ftcli/recipe.py` by `python -m ftcli.recipe_docs`; do not edit it by hand.
+Generated from `ftcli/recipe.py` and its sections by `python -m ftcli.recipe_docs`; do not edit it by hand.
 
 One file tells a whole experiment: what is trained. Where it is trained is the profile's
 (`accelerate_configs/`). A key marked *required* has no default. Unknown and duplicate keys are errors.

@@ -7,26 +7,24 @@ Everything that trains starts here: the command line's worker, a bare `accelerat
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cache import PreparedRows, prepare_rows
-from .checkpoint_folder import abandon, damage, read_state, step_of
+from .checkpoint_folder import damage, read_state
 from .errors import InputError
-from .faults import Stopped, StopRequest, end_early, record_failure, watch_parent, watch_peers
+from .faults import StopRequest
 from .heartbeat import Heartbeat
 from .loaders import Collate, Rows, build_loaders
 from .planning import Plan, derive_plan
 from .positions import check_lengths
 from .recipe import Recipe
-from .recipe_file import dump_recipe, load_recipe
-from .resumption import belongs_to, check_rows
-from .run_folder import DRY_RUN, ORIGIN, START, RunFolder, describe_environment
+from .recipe_file import load_recipe
+from .resumption import check_rows
+from .run_folder import RunFolder
 from .sampling import TrainOrder, seed_of
 from .saving import Saving
 from .schedule import due, learning_rate
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from .evaluation import EncodedPrompt
     from .hardware import Hardware
     from .nonfinite import Flags
-    from .profiles import Profile
     from .stream_loader import StreamLoader
     from .tasks.protocol import Batch, Task
 
@@ -141,8 +138,7 @@ def prepare(
     """
     import torch
 
-    from . import hardware as hardware_package
-    from .checkpoint import check_disk, load
+    from .checkpoint import check_disk
     from .evaluation import check_prompts, encode_prompts
     from .models import quiet_libraries
     from .nonfinite import Flags
@@ -151,48 +147,29 @@ def prepare(
 
     quiet_libraries()
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    loaded = _shortened(loaded) if dry_run else loaded
+    start = None if resume is None else Path(resume)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if dry_run:
-        loaded = _shortened(loaded)
-    derive_plan(loaded, world)
+    derive_plan(loaded, world)  # what cannot be shared out is told before rows are prepared
     task = build_task(loaded)
     prompts = encode_prompts(loaded, task)
     rows = prepare_rows(loaded, task)
     plan = derive_plan(loaded, world, rows.train_rows)
-    first_step = 0 if resume is None else _first_step(Path(resume), rows, anyway=resume_anyway)
-    if dry_run and rows.eval is not None:
-        first = range(min(len(rows.eval), plan.micro_size * world))
-        rows = replace(rows, eval=rows.eval.select(first))
+    first_step = 0 if start is None else _first_step(start, rows, anyway=resume_anyway)
+    rows = _one_evaluation_batch(rows, plan) if dry_run else rows
     folder = None if output is None else RunFolder(output)
-    hardware = hardware_package.build(
-        loaded,
-        plan,
-        cpu=cpu,
-        trackers=[] if folder is None else list(loaded.log.trackers),
-        folder=None if folder is None else str(folder.path),
-    )
+    hardware = _build_hardware(loaded, plan, folder, cpu=cpu)
     model = _build_model(loaded, task, rows, weights)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
     model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
-    train_loader, eval_loader = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
-    order: Any = None if train_loader is None else train_loader.batch_sampler
-    loaders = [loader for loader in (train_loader, eval_loader) if loader is not None]
-    with hardware.handing_out(model, optimizer):
-        model, optimizer, *loaders = hardware.accelerator.prepare(model, optimizer, *loaders)
-    prepared = iter(loaders)
-    stream = _stream(loaded, plan, task, rows, hardware, resume) if train_loader is None else None
-    facts = [
-        *rows.told,
-        *([] if stream is None else [stream.told]),
-        _describe(loaded, plan, rows),
-        f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {world} processes",
-        hardware.check_dtypes(model, loaded),
-        _count_parameters(hardware, model),
-    ]
-    torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
+    loaders = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
+    order: Any = None if loaders[0] is None else loaders[0].batch_sampler
+    model, optimizer, train_loader, eval_loader = _hand_over(hardware, model, optimizer, *loaders)
+    if train_loader is None:
+        train_loader = _build_stream(loaded, plan, task, rows, hardware, start)
     run = Run(
         recipe=loaded,
         plan=plan,
@@ -200,23 +177,21 @@ def prepare(
         hardware=hardware,
         model=model,
         optimizer=optimizer,
-        train_loader=next(prepared) if stream is None else stream,
-        eval_loader=next(prepared, None),
+        train_loader=train_loader,
+        eval_loader=eval_loader,
         order=order,
         rows=rows,
         flags=flags,
-        facts=facts,
+        facts=[],
         folder=folder,
         prompts=prompts,
         first_step=first_step,
     )
+    run.facts += _facts_of(run)
+    torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
     check_disk(run)
-    if resume is not None:
-        hardware.settle_buckets(model, lambda: task.loss(model, run.any_batch()))  # before buffers are loaded
-        load(run, Path(resume))
-        run.is_measured = bool(read_state(Path(resume))["metrics"])
-        flags.restore(read_state(Path(resume))["not_finite"])
-        facts.append(f"goes on after step {first_step} from {resume}")
+    if start is not None:
+        _go_on(run, start)
     return run
 
 
@@ -230,15 +205,24 @@ def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:
     return step
 
 
-def _stream(
-    recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, hardware: Hardware, resume: str | Path | None
-) -> StreamLoader:
-    """Return the loader of a stream, at its beginning or where a checkpoint stands; every process reads its own."""
-    from .stream_loader import build_stream
+def _one_evaluation_batch(rows: PreparedRows, plan: Plan) -> PreparedRows:
+    """Return the rows of a dry run: those of evaluation cut to one batch of every process."""
+    if rows.eval is None:
+        return rows
+    return replace(rows, eval=rows.eval.select(range(min(len(rows.eval), plan.micro_size * plan.processes))))
 
-    state = None if resume is None else read_state(Path(resume))
-    start = None if state is None else (state["step"], state.get("stream"))
-    return build_stream(recipe, plan, task, rows.facts, hardware.ranks.rank, start)
+
+def _build_hardware(recipe: Recipe, plan: Plan, folder: RunFolder | None, *, cpu: bool) -> Hardware:
+    """Return this process's part of the hardware; trackers write where there is a run folder."""
+    from . import hardware
+
+    return hardware.build(
+        recipe,
+        plan,
+        cpu=cpu,
+        trackers=[] if folder is None else list(recipe.log.trackers),
+        folder=None if folder is None else str(folder.path),
+    )
 
 
 def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path | None) -> nn.Module:
@@ -269,6 +253,41 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
     return model.train()
 
 
+def _hand_over(
+    hardware: Hardware, model: nn.Module, optimizer: Optimizer, *loaders: DataLoader | None
+) -> tuple[Any, ...]:
+    """Return model, optimizer and loaders as Accelerate prepares them, in the one call there is; None stays None."""
+    given = [loader for loader in loaders if loader is not None]
+    with hardware.handing_out(model, optimizer):
+        model, optimizer, *given = hardware.accelerator.prepare(model, optimizer, *given)
+    prepared = iter(given)
+    return model, optimizer, *(None if loader is None else next(prepared) for loader in loaders)
+
+
+def _build_stream(
+    recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, hardware: Hardware, checkpoint: Path | None
+) -> StreamLoader:
+    """Return the loader of a stream, at its beginning or where a checkpoint stands; every process reads its own."""
+    from .stream_loader import build_stream
+
+    state = None if checkpoint is None else read_state(checkpoint)
+    start = None if state is None else (state["step"], state.get("stream"))
+    return build_stream(recipe, plan, task, rows.facts, hardware.ranks.rank, start)
+
+
+def _facts_of(run: Run) -> list[str]:
+    """Return what a prepared run is, for the log; raises `RuntimeError` where dtypes are not those of the recipe."""
+    hardware = run.hardware
+    return [
+        *run.rows.told,
+        *([run.train_loader.told] if hasattr(run.train_loader, "told") else []),
+        _describe(run.recipe, run.plan, run.rows),
+        f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {run.plan.processes} processes",
+        hardware.check_dtypes(run.model, run.recipe),
+        _count_parameters(hardware, run.model),
+    ]
+
+
 def _describe(recipe: Recipe, plan: Plan, rows: PreparedRows) -> str:
     evaluated = "none" if rows.eval is None else str(len(rows.eval))
     packed = "" if rows.bins is None else f" of {len(rows.train)} documents"
@@ -288,98 +307,16 @@ def _count_parameters(hardware: Hardware, model: nn.Module) -> str:
     return f"{trained / 1e6:.2f} of {total / 1e6:.2f} million parameters trained ({100 * trained / total:.2f} %)"
 
 
-def work(
-    recipe: Recipe,
-    profile: Profile | None,
-    *,
-    output: Path,
-    cpu: bool = False,
-    dry_run: bool = False,
-    record_start: bool = False,
-    resuming: bool = False,
-    start: Path | None = None,
-    resume_anyway: bool = False,
-) -> None:
-    """Train as one process of a run, from claimed folder to final weights: what every form of launch ends in.
+def _go_on(run: Run, checkpoint: Path) -> None:
+    """Load all that a checkpoint holds into a prepared run."""
+    from .checkpoint import load
 
-    `start` is the checkpoint to go on from; `resuming` says that the folder may hold the run's beginning. With
-    `record_start` start.json holds a digest of every trained weight as it was before the first step.
-    """
-    from .loop import train
-
-    folder = RunFolder(output)
-    is_main = int(os.environ.get("RANK", "0")) == 0
-    if is_main and "FTCLI_LAUNCHED" not in os.environ:  # our parent claimed it already
-        folder.claim(resuming=resuming)  # before failures are recorded: a refusal must leave no trace in another's run
-    is_alone = "FTCLI_LAUNCHED" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1"
-    with record_failure(folder), Heartbeat(folder) as heart, StopRequest.listening(folder) as stop:
-        watch_parent()
-        watch_peers(folder)
-        try:
-            with stop.at_once() if is_alone else nullcontext():
-                if is_main:
-                    _write_intent(folder, recipe, profile, start)
-                    if dry_run:
-                        folder.write_text(
-                            DRY_RUN, "two steps, to see that everything works; the next dry run replaces this folder\n"
-                        )
-                run = prepare(
-                    recipe, output=output, cpu=cpu, dry_run=dry_run, resume=start, resume_anyway=resume_anyway
-                )
-                run.heart = heart
-                _check_world(run, profile)
-                if run.hardware.ranks.is_main:
-                    folder.rewind(run.first_step, evaluated=run.is_measured)
-                    abandon(folder.path, run.first_step)
-                    device = str(run.hardware.accelerator.device)
-                    folder.write_json("environment.json", describe_environment(device, run.plan.processes))
-                if record_start:
-                    _record_start(run, folder)
-        except Stopped:
-            end_early(folder, stop.reason)
-            return
-        run.stop = stop
-        train(run)
-        run.hardware.close()
-
-
-def _record_start(run: Run, folder: RunFolder) -> None:
-    """Write start.json; a collective, one weight is whole at a time."""
-    import torch
-
-    from .models import largest_dropout
-
-    weights = {
-        name: hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, value in run.hardware.parameters(run.model, trained_only=True)
-        if value is not None  # not on the main process
-    }
-    dropout = max(largest_dropout(run.hardware.unwrap(run.model)), run.recipe.adapter.lora_dropout)
-    if run.hardware.ranks.is_main:
-        folder.write_json(START, {"weights": weights, "dropout": dropout})
-
-
-def evaluate_run(path: str | Path, profile: Profile | None = None, *, cpu: bool = False) -> dict[str, float]:
-    """Return the metrics of a run's final weights on its recipe's evaluation rows, and write evaluation.json."""
-    from .evaluation import evaluate
-
-    folder = RunFolder(path)
-    with record_failure(folder):
-        watch_parent()
-        watch_peers(folder)
-        recipe = load_recipe(folder.path / "recipe.yaml")
-        if recipe.data.eval is None and not recipe.data.eval_rows:
-            raise InputError("the recipe has no evaluation rows", hint="set data.eval or data.eval_rows")
-        if not folder.final.is_dir():
-            raise InputError(f"{folder.path} has no final weights", hint="`ftcli show RUN` tells how far it is")
-        quiet = recipe.evaluate.model_copy(update={"generate": None})  # rows are measured here, prompts are not asked
-        run = prepare(recipe.model_copy(update={"evaluate": quiet}), cpu=cpu, weights=folder.final)
-        _check_world(run, profile)
-        metrics = evaluate(run)
-        if run.hardware.ranks.is_main:
-            folder.write_json("evaluation.json", metrics)
-        run.hardware.close()
-    return metrics
+    state = read_state(checkpoint)
+    run.hardware.settle_buckets(run.model, lambda: run.task.loss(run.model, run.any_batch()))  # buffers are loaded next
+    load(run, checkpoint)
+    run.is_measured = bool(state["metrics"])
+    run.flags.restore(state["not_finite"])
+    run.facts.append(f"goes on after step {run.first_step} from {checkpoint}")
 
 
 def _shortened(recipe: Recipe) -> Recipe:
@@ -387,24 +324,3 @@ def _shortened(recipe: Recipe) -> Recipe:
     short = recipe.train.model_copy(update={"max_steps": 2, "epochs": None})
     schedule = recipe.schedule.model_copy(update={"warmup_steps": min(recipe.schedule.warmup_steps, 1)})
     return recipe.model_copy(update={"train": short, "schedule": schedule})
-
-
-def _write_intent(folder: RunFolder, recipe: Recipe, profile: Profile | None, start: Path | None) -> None:
-    folder.write_text("recipe.yaml", dump_recipe(recipe))
-    folder.write_text("profile.yaml", "# trained without a profile\n" if profile is None else profile.as_yaml())
-    folder.write_status("loading", 0 if start is None else step_of(start), 0)
-    if start is not None and not belongs_to(folder, start):
-        folder.write_json(ORIGIN, {"checkpoint": str(start.resolve()), "step": step_of(start)})
-
-
-def _check_world(run: Run, profile: Profile | None) -> None:
-    """Raise when what runs is not what the profile says: Accelerate does not always tell."""
-    if profile is None:
-        return
-    real = run.hardware.distributed_type.replace("MULTI_CPU", "MULTI_GPU")
-    wanted = profile.distributed_type
-    if real != wanted and not (run.plan.processes == 1 and {real, wanted} == {"NO", "MULTI_GPU"}):
-        raise RuntimeError(
-            f"profile {profile.name} asks for {wanted}, but Accelerate started {run.hardware.distributed_type} "
-            f"on {run.plan.processes} processes; start it with: ftcli train RECIPE --profile {profile.name}"
-        )

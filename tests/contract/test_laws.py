@@ -67,9 +67,11 @@ def test_law_1_only_hardware_and_profiles_name_backends() -> None:
         "profile_keys.py",
         "profile_rules.py",
         "launcher.py",
+        "launch_command.py",
         "devices.py",
         "testing.py",
-        "cli.py",
+        "cli_options.py",
+        "cli_recipes.py",
     }
     guilty = {
         path.name
@@ -153,8 +155,8 @@ def test_law_7_every_key_says_what_it_means_and_every_number_is_bounded(path: st
 
 
 def test_law_8_shell_and_notebook_call_the_same_functions() -> None:
-    source = (PACKAGE / "cli.py").read_text()
-    for verb in ("launcher.train", "planning.check", "exports.export", "generation.generate", "module.preview_data"):
+    source = "".join(path.read_text() for path in PACKAGE.glob("cli_*.py"))
+    for verb in ("launcher.train", "checks.check", "exports.export", "generation.generate", "module.preview_data"):
         assert f"{verb}(" in source
 
 

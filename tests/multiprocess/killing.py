@@ -20,7 +20,7 @@ from typing import Any
 from ftcli.testing import environment, meeting_point, profile_environment
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
-PRELOADED = ["deepspeed", "peft", "datasets", "ftcli.run", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher"]
+PRELOADED = ["deepspeed", "peft", "datasets", "ftcli.worker", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher"]
 PRELOADED += ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate.utils"]
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

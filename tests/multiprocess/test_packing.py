@@ -66,7 +66,7 @@ def test_micro_size_and_recomputation_leave_the_packed_curve(single: dict[str, A
 
 def test_a_packed_epoch_delivers_every_document_once(inputs: Path, single: dict[str, Any]) -> None:
     from ftcli.cache import known_rows
-    from ftcli.planning import _size_facts
+    from ftcli.checks import _size_facts
 
     counts = known_rows(recipe(inputs, "packed, micro 1"))
     assert counts is not None

@@ -149,7 +149,7 @@ def test_a_stream_goes_on_on_another_number_of_processes(
 
 
 def test_check_preview_and_tokenize_tell_of_a_stream(inputs: Path, tmp_path: Path) -> None:
-    from ftcli.planning import check
+    from ftcli.checks import check
     from ftcli.preview import preview_data
     from ftcli.recipe_file import dump_recipe
     from ftcli.tokenizing import tokenize

@@ -147,7 +147,7 @@ def test_a_stream_needs_a_number_of_steps_and_cannot_go_back() -> None:
 
 
 def test_a_task_whose_rows_depend_on_each_other_is_refused(folder: Path) -> None:
-    from ftcli.planning import check_inputs
+    from ftcli.checks import check_inputs
 
     (folder / "m").mkdir()
     (folder / "m" / "config.json").write_text("{}")

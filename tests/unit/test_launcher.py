@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ftcli import launcher, planning
+from ftcli import checks, launch_command, launcher
 from ftcli.devices import check_devices, count_gpus, count_processes
 from ftcli.errors import InputError
-from ftcli.launcher import Machines
+from ftcli.machines import Machines
 from ftcli.profiles import Profile, load_profile
 from ftcli.recipe_file import load_recipe
 from ftcli.run_folder import DRY_RUN, RunFolder
@@ -131,18 +131,18 @@ def test_no_number_of_processes_below_one() -> None:
 def test_the_launch_line_is_plain_accelerate() -> None:
     profile = load_profile("ddp")
     machines = Machines(count=2, rank=1, main_ip="10.0.0.1", main_port=29400)
-    line = launcher.launch_line(["train", "r.yaml"], profile, 8, machines, ["--max_restarts", "3"])
+    line = launch_command.launch_line(["train", "r.yaml"], profile, 8, machines, ["--max_restarts", "3"])
     assert shlex.join(line) == (
         f"accelerate launch --config_file {profile.path} --num_processes 8 --num_machines 2 --machine_rank 1 "
         "--main_process_ip 10.0.0.1 --main_process_port 29400 --max_restarts 3 -m ftcli train r.yaml"
     )
 
 
-def test_the_rendezvous_that_the_profile_names_is_on_the_launch_line() -> None:
-    Path("two.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nrdzv_backend: c10d\n")
-    profile = load_profile("two.yaml")
+def test_the_rendezvous_that_the_profile_names_is_on_the_launch_line(tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nrdzv_backend: c10d\n")
+    profile = load_profile(tmp_path / "two.yaml")
     machines = Machines.of(profile, 1, 1, "10.0.0.1", 29400)
-    assert "--rdzv_backend c10d -m ftcli" in shlex.join(launcher.launch_line(["train"], profile, 2, machines))
+    assert "--rdzv_backend c10d -m ftcli" in shlex.join(launch_command.launch_line(["train"], profile, 2, machines))
 
 
 def test_another_machine_than_the_first_leaves_the_shared_folder_alone(recipe: Path, four_gpus: None) -> None:
@@ -217,15 +217,15 @@ def test_machines_that_the_profile_fixes_count_too(recipe: Path, four_gpus: None
 def test_processes_that_do_not_fit_the_copies_are_refused_and_the_key_named(
     recipe: Path, processes: int, message: str
 ) -> None:
-    for verb in (launcher.train, planning.check):
+    for verb in (launcher.train, checks.check):
         with pytest.raises(InputError, match=message):
             verb(recipe, "hsdp", num_processes=processes, cpu=True, overrides=["batch.global_size=12"])
     assert not Path("runs").exists()
-    assert planning.check(recipe, "hsdp", num_processes=4, cpu=True).plan.processes == 4
+    assert checks.check(recipe, "hsdp", num_processes=4, cpu=True).plan.processes == 4
 
 
 def test_check_counts_the_machines_of_a_profile(recipe: Path, four_gpus: None) -> None:
-    report = planning.check(recipe, "ddp_multi_node", overrides=["batch.global_size=8"])
+    report = checks.check(recipe, "ddp_multi_node", overrides=["batch.global_size=8"])
     assert report.plan.processes == 8
     assert not any("visible GPU" in note for note in report.notes)
 
@@ -352,8 +352,8 @@ def test_ranks_write_where_they_stood_into_the_run_folder_unless_the_user_says_w
 ) -> None:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
-    wanted = launcher._flight_recorder(RunFolder(tmp_path))
+    wanted = launch_command._flight_recorder(RunFolder(tmp_path))
     assert wanted["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight-recorder-rank-"
     assert int(wanted["TORCH_FR_BUFFER_SIZE"]) > 0 and wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/elsewhere/rank-")
-    assert "TORCH_FR_DUMP_TEMP_FILE" not in launcher._flight_recorder(RunFolder(tmp_path))
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in launch_command._flight_recorder(RunFolder(tmp_path))

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcli.attention import ARCHITECTURES
+from ftcli.checks import check
 from ftcli.errors import InputError
 from ftcli.loaders import Collate, Rows
 from ftcli.packing import Bins, pack
-from ftcli.planning import check
 from ftcli.sampling import PADDING, TrainOrder, digest
 
 SETS = st.integers(1, 40).flatmap(

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from ftcli import testing
 from ftcli.cache import PreparedRows, prepare_rows
+from ftcli.checks import format_facts
 from ftcli.encoding import PARALLEL_FROM, encode_source, encoded_files
 from ftcli.errors import InputError
 from ftcli.evaluation import source_losses
-from ftcli.planning import format_facts
 from ftcli.recipe import Recipe
 from ftcli.tasks import build_task
 from ftcli.tasks.tokens import fit

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ftcli.checks import check_quantization
 from ftcli.errors import InputError
-from ftcli.planning import check_quantization
 from ftcli.profiles import check_pair, load_profile
 from ftcli.recipe import Recipe
 from ftcli.recipe_file import load_recipe

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcli import planning
+from ftcli import checks
 from ftcli.cache import prepare_rows
 from ftcli.data_survey import survey_data
 from ftcli.errors import InputError
@@ -171,11 +171,11 @@ def test_other_variables_are_other_rows_and_none_are_the_rows_of_before(model: P
 def test_check_refuses_a_variable_that_nothing_reads_before_anything_is_loaded(model: Path) -> None:
     wrong = write(recipe_of(model, ROWS, chat_template_kwargs={"thinkin": True}), model.parent)
     with pytest.raises(InputError, match="data.chat_template_kwargs: the chat template never reads thinkin"):
-        planning.check(wrong)
+        checks.check(wrong)
     for task in ("pretrain", "text_classification"):
         with pytest.raises(InputError, match=f"task {task} renders no chat template"):
-            planning.check(wrong, overrides=[f"task={task}", "data.columns={text: messages, label: messages}"])
-    right = planning.check(wrong, overrides=["data.chat_template_kwargs={thinking: false}"])
+            checks.check(wrong, overrides=[f"task={task}", "data.columns={text: messages, label: messages}"])
+    right = checks.check(wrong, overrides=["data.chat_template_kwargs={thinking: false}"])
     assert not [note for note in right.notes if "date" in note]
 
 
@@ -183,10 +183,10 @@ def test_check_and_preview_say_that_a_template_writes_todays_date_and_how_to_fix
     (model / "chat_template.jinja").write_text(read_table("dated")[0].chat_template)
     recipe = write(recipe_of(model, ROWS), model.parent)
     told, hint = "the chat template writes today's date into the rows", '{date_string: "26 Jul 2024"}'
-    (note,) = [note for note in planning.check(recipe).notes if "date" in note]
+    (note,) = [note for note in checks.check(recipe).notes if "date" in note]
     assert told in note and hint in note
     (finding,) = [finding for finding in survey_data(recipe).findings if told in finding.what]
     assert finding.level == "warning" and hint in finding.hint
     fixed = [f"data.chat_template_kwargs={hint}"]
-    assert not [note for note in planning.check(recipe, overrides=fixed).notes if "date" in note]
+    assert not [note for note in checks.check(recipe, overrides=fixed).notes if "date" in note]
     assert not [finding for finding in survey_data(recipe, overrides=fixed).findings if told in finding.what]

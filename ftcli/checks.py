@@ -1,0 +1,258 @@
+"""What can be found out about a recipe before anything is started: its inputs on this machine, and `ftcli check`.
+
+Looks at files, packages and devices; the arithmetic is planning.py's. This module never imports torch and never loads
+a model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import EXIT_DONE, InputError, Problem
+from .planning import Plan, derive_plan, derive_shards
+
+if TYPE_CHECKING:
+    from .data_survey import Survey
+    from .recipe import Recipe
+
+
+def check_trackers(recipe: Recipe) -> list[Problem]:
+    """Return the trackers whose package is not installed: Accelerate would leave them out without a word."""
+    packages = {"tensorboard": ("tensorboard", "tensorboardX")}
+    return [
+        Problem(f"log.trackers: {name} is not installed", hint=f"pip install {name}, or take it out of log.trackers")
+        for name in recipe.log.trackers
+        if not any(importlib.util.find_spec(package) for package in packages.get(name, (name,)))
+    ]
+
+
+def check_quantization(recipe: Recipe, *, cpu: bool) -> list[Problem]:
+    """Return why this machine cannot hold the recipe's model in 4 bits."""
+    from .devices import count_gpus
+
+    if recipe.model.quantization is None:
+        return []
+    problems = []
+    if importlib.util.find_spec("bitsandbytes") is None:
+        hint = "pip install bitsandbytes (ftcli's extra `quantization`), or take the section out"
+        problems.append(Problem("model.quantization needs bitsandbytes, which is not installed", hint=hint))
+    if cpu or not count_gpus():
+        hint = "train where there is a GPU; to rehearse here, --set model.quantization=null"
+        problems.append(Problem("model.quantization needs a GPU", hint=hint))
+    return problems
+
+
+def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
+    """Look at what the recipe reads on this machine; raises `InputError` for a model or data that is not there.
+
+    Also for an adapter to go on from that is not the recipe's, and for a model in 4 bits where none can run.
+    """
+    from .adapters import adapter_problems
+    from .attention import check_attention
+    from .corpora import check_corpus
+    from .prompts import prompts_of
+    from .rows import check_source, model_folder
+    from .tasks import find_task, is_own
+    from .template_variables import check_recipe
+
+    if problems := [*adapter_problems(recipe.adapter), *check_quantization(recipe, cpu=cpu)]:
+        raise InputError(problems)
+    check_recipe(recipe)
+    prompts_of(recipe.evaluate.generate)
+    model_folder(recipe.model.name)
+    if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
+        check_attention(recipe, find_task(recipe.task).Task)
+    for source in recipe.data.train_sources:
+        check = check_corpus if recipe.data.streaming else check_source
+        check(source, recipe.data.columns_of(source))
+    for source in recipe.data.eval_sources:
+        check_source(source, recipe.data.columns_of(source))
+    format_facts(recipe)
+
+
+def format_facts(recipe: Recipe) -> dict[str, str]:
+    """Return what the rows of each source are taken for, from its first row; raises `InputError` where nothing fits.
+
+    Only tasks that recognise formats have some; a user's own task is not imported for it.
+    """
+    from .corpora import first_of_stream
+    from .formats import described, recognise
+    from .rows import first_row, labels_of
+    from .tasks import find_task, is_own
+
+    facts: dict[str, str] = {}
+    if is_own(recipe.task) or not (kinds := getattr(find_task(recipe.task).Task, "formats", ())):
+        return facts
+    for split, sources in (("train", recipe.data.train_sources), ("eval", recipe.data.eval_sources)):
+        for source, label in zip(sources, labels_of(sources), strict=True):
+            name = f"data.{split}" + (f" {label}" if len(sources) > 1 else "")
+            is_stream = split == "train" and recipe.data.streaming
+            row = first_row(source) if not is_stream else first_of_stream(source)
+            if row is None:
+                facts[name] = f"{source.path}: format not looked at before rows are prepared"
+                continue
+            renamed = {there: wanted for wanted, there in recipe.data.columns_of(source).items()}
+            columns = [renamed.get(column, column) for column in row]
+            found = recognise(columns, kinds, f"data.{split}: {source.path}")
+            facts[name] = f"{source.path}: {described(found, columns)}"
+    return facts
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `ftcli check` found out: every line is one fact."""
+
+    recipe: str
+    profile: str
+    plan: Plan
+    facts: dict[str, Any]
+    notes: list[str]
+    data: Survey | None = None  # of the prepared rows, where it was asked for
+
+    @property
+    def exit_code(self) -> int:
+        """Return 2 when something is wrong with the rows that no one can mean, else 0."""
+        return EXIT_DONE if self.data is None else self.data.exit_code
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, for `--json`."""
+        return {
+            "recipe": self.recipe,
+            "profile": self.profile,
+            "plan": asdict(self.plan),
+            **self.facts,
+            "notes": self.notes,
+            **({} if self.data is None else {"data": self.data.as_dict()}),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the report as text, one fact a line."""
+        plan = self.plan
+        unknown = "not known until the rows are prepared (ftcli fetch, or the first train)"
+        rows: dict[str, Any] = {
+            "recipe": self.recipe,
+            "profile": self.profile,
+            "processes": plan.processes,
+            "rows per step": f"{plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches "
+            f"x {plan.processes} processes",
+            "training rows": (
+                "as they come" if "stream" in self.facts else unknown if plan.rows is None else plan.rows
+            ),
+            "steps": unknown if plan.steps is None else plan.steps,
+            "warm-up steps": unknown if plan.warmup_steps is None else plan.warmup_steps,
+            **self.facts,
+        }
+        width = max(len(name) for name in rows)
+        told = [f"{name:<{width}}  {value}" for name, value in rows.items()] + [f"note: {note}" for note in self.notes]
+        return told if self.data is None else [*told, "", *self.data.lines()]
+
+
+def check(
+    recipe: str | Path,
+    profile: str | Path | None = None,
+    *,
+    num_processes: int | None = None,
+    cpu: bool = False,
+    overrides: Sequence[str] = (),
+    data: bool = False,
+) -> Report:
+    """Validate a recipe with a profile and return the derived plan; loads no model and never imports torch.
+
+    With `data` the rows are prepared and checked too, which loads the tokenizer, and torch with it.
+
+    Raises `InputError` with every problem found in the recipe, the profile and their pairing, and for data or a
+    model that is not there.
+    """
+    from .cache import known_rows
+    from .corpora import stream_facts
+    from .devices import check_devices, count_processes
+    from .profiles import check_pair, load_profile
+    from .recipe_file import find_recipe, load_recipe
+    from .template_variables import recipe_notes
+
+    path = find_recipe(recipe)
+    loaded = load_recipe(path, overrides)
+    chosen = load_profile(profile) if profile is not None else None
+    if problems := check_trackers(loaded) + ([] if chosen is None else check_pair(loaded, chosen)):
+        raise InputError(problems)
+    check_inputs(loaded, cpu=cpu)
+    survey = _survey(path, overrides) if data else None
+    counts = known_rows(loaded)
+    machines = 1 if chosen is None else chosen.num_machines
+    world = count_processes(chosen, num_processes, cpu=cpu, num_machines=machines)
+    if chosen is not None:
+        derive_shards(*chosen.mesh, world)
+    plan = derive_plan(loaded, world, counts.get("train") if counts else None)
+    facts, notes = _size_facts(loaded, counts)
+    if loaded.data.streaming:
+        told, warned = stream_facts(loaded, world)
+        facts, notes = told | facts, warned + notes
+    facts = format_facts(loaded) | facts
+    notes += _exactness_notes(loaded)
+    notes += [] if data else recipe_notes(loaded)  # else the rows' survey tells it
+    notes += [
+        f"{problem.what} ({problem.hint})" for problem in check_devices(chosen, world, cpu=cpu, num_machines=machines)
+    ]
+    if chosen is None:
+        notes.append("no profile: trains in one process, on the GPU if there is one")
+    return Report(str(path), "none" if chosen is None else chosen.name, plan, facts, notes, survey)
+
+
+def _survey(recipe: Path, overrides: Sequence[str]) -> Survey:
+    from .data_survey import survey_data
+
+    return survey_data(recipe, overrides=overrides)
+
+
+def _size_facts(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str, Any], list[str]]:
+    """Return what is known of tokens per step and of the disk that `final/` needs."""
+    from .rows import model_folder
+
+    facts: dict[str, Any] = {}
+    notes: list[str] = []
+    if recipe.task in ("sft", "pretrain", "text_classification"):
+        facts["tokens per step"] = f"at most {recipe.batch.global_size * recipe.data.max_length}"
+    if recipe.data.packing and counts is not None and "documents" in counts:
+        tokens = counts["tokens"] / counts["train"]
+        facts["tokens per step"] += f", {recipe.batch.global_size * tokens:.0f} on average"
+        fill = 100 * tokens / recipe.data.max_length
+        facts["packing"] = f"{counts['documents']} documents in {counts['train']} rows, {fill:.1f} % full"
+    folder = model_folder(recipe.model.name)
+    if folder is None:
+        notes.append(f"model {recipe.model.name} is a name on the hub: `ftcli fetch` brings it here")
+    else:
+        weights = _float32_bytes(folder)
+        if recipe.adapter.type == "none":
+            facts["disk for final/"] = f"about {weights / 1e6:.0f} MB"
+        else:
+            facts["disk for final/"] = "the adapter only, a few MB"
+        facts["model weights"] = f"{weights / 1e6:.0f} MB in float32"
+    return facts, notes
+
+
+def _float32_bytes(folder: Path) -> int:
+    """Return the size in bytes of a folder's safetensors weights once held in float32, from their headers."""
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += sum(4 * math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total
+
+
+def _exactness_notes(recipe: Recipe) -> list[str]:
+    """Return what keeps this recipe from giving the same curve on every profile."""
+    notes = []
+    if recipe.model.dropout or recipe.adapter.lora_dropout:
+        notes.append("dropout above 0: exact only for the same profile, number of processes and micro size")
+    elif recipe.model.dropout is None:
+        notes.append("model.dropout is absent: the model's own dropout is kept; set it to 0 for exactness")
+    if recipe.model.batch_norm == "train":
+        notes.append("batch_norm: train: the curve depends on how rows are spread over processes")
+    return notes

@@ -1,0 +1,58 @@
+"""Arguments and options that several commands take, each with its one help text. Knows no command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.")]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="NAME|PATH", help="Accelerate config: single, ddp, fsdp, zero3, or a file."),
+]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option("--num-processes", metavar="N", help="Processes over all machines. Default: all visible GPUs."),
+]
+CpuOption = Annotated[bool, typer.Option("--cpu", help="Use the CPU, whatever GPUs there are; rehearses any profile.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the recipe, as optimizer.learning_rate=1e-4."),
+]
+AccelerateArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ACCELERATE_ARGUMENT", help="After --: passed on to `accelerate launch`."),
+]
+
+TextModelArgument = Annotated[
+    str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="Run, checkpoint or model folder, or hub name.")
+]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="A system turn before each conversation.")
+]
+MaxNewTokensOption = Annotated[
+    int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, in tokens.")
+]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", metavar="T", min=0, help="0: the likeliest token; above: drawn.")
+]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", metavar="P", min=0, max=1, help="Draw from this share of the probability.")
+]
+TemplateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="K=V",
+        help="Variable of the chat template, as enable_thinking=false. Default: those of a run's recipe.",
+    ),
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Seeds what is drawn.")]
+
+
+def for_accelerate(arguments: list[str] | None) -> list[str]:
+    """Return what stood after `--`; a stray word before it must not reach accelerate."""
+    if arguments and not arguments[0].startswith("-"):
+        raise typer.BadParameter(f"unexpected argument '{arguments[0]}'; those for accelerate start with a dash")
+    return arguments or []

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .preview_text import counted, split_facts, title
+from .preview_text import counted, histogram_bars, split_facts, title
 from .spans import Span, visible
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _draw_split(split: str, values: dict[str, Any]) -> Iterable[str]:
     if values.get("answers"):
         yield _draw_bars("answers", list(values["answers"].items()))
     if values.get("histogram"):
-        yield _draw_bars("lengths in tokens", [(f"{low}-{high}", count) for low, high, count in values["histogram"]])
+        yield _draw_bars("lengths in tokens", histogram_bars(values["histogram"]))
 
 
 def _draw_bars(caption: str, bars: Sequence[tuple[str, int]]) -> str:

@@ -138,10 +138,14 @@ def draw_statistics(statistics: dict[str, Any], style: Style) -> list[str]:
             bars = [(label, count) for label, count in values["answers"].items()]
             lines += ["  answers", *_draw_bars(bars, style)]
         if values.get("histogram"):
-            bars = [(f"{low}-{high}" if high > low else str(low), count) for low, high, count in values["histogram"]]
-            lines += ["  lengths in tokens", *_draw_bars(bars, style)]
+            lines += ["  lengths in tokens", *_draw_bars(histogram_bars(values["histogram"]), style)]
         lines.append("")
     return lines[:-1]
+
+
+def histogram_bars(histogram: Sequence[tuple[int, int, int]]) -> list[tuple[str, int]]:
+    """Return (name, count) of each bar of a histogram of lengths."""
+    return [(f"{low}-{high}" if high > low else str(low), count) for low, high, count in histogram]
 
 
 def split_facts(split: str, values: dict[str, Any]) -> list[tuple[str, str]]:

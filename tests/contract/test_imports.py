@@ -56,6 +56,8 @@ LIGHT_MODULES = [
     "generation",
     "conversation",
     "recipe_file",
+    "template_variables",
+    "terminal",
     "validation",
 ]
 

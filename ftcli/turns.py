@@ -8,7 +8,6 @@ templates and text, neither token ids nor tasks.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,9 +31,8 @@ TRIMS: tuple[Callable[[str], str], ...] = (str, str.rstrip, lambda text: text.rs
 class Template:
     """A tokenizer's chat template, and what ends a turn in it."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.variables: dict[str, Any] = {}
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer, self.variables = tokenizer, dict(variables or {})
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values() if str(token).strip()}
         self.added, self.special = _any_of(added), _any_of([token for token, special in added.items() if special])
         self.ending = self._usual_ending()
@@ -99,12 +97,10 @@ class Template:
 @lru_cache(maxsize=64)
 def _using(template: Template, variables: str) -> Template:
     """Return a template with other variables, found once; `variables` is JSON."""
-    found = copy.copy(template)
-    found.variables = json.loads(variables)
-    if problems := unread(found.variables, texts_of(template.tokenizer.chat_template), "chat_template_kwargs"):
+    given = json.loads(variables)
+    if problems := unread(given, texts_of(template.tokenizer.chat_template), "chat_template_kwargs"):
         raise RowError(problems[0].what)
-    found.ending = found._usual_ending()
-    return found
+    return Template(template.tokenizer, given)
 
 
 class _refusals:

@@ -10,10 +10,12 @@ import pytest
 
 from ftcli import checks
 from ftcli.cache import prepare_rows
+from ftcli.chat import encode_conversations
 from ftcli.data_survey import survey_data
 from ftcli.errors import InputError
 from ftcli.recipe import Recipe
 from ftcli.tasks import build_task
+from ftcli.tasks.protocol import RowError
 from ftcli.template_variables import (
     check_variables,
     dated,
@@ -156,6 +158,18 @@ def test_rows_are_rendered_with_the_recipes_variables_and_their_own_before_them(
     assert texts(recipe_of(model, own[3:] * 2))[0].endswith("\n-ad<|im_end|>\n")
     with pytest.raises(InputError, match="never reads thinkin"):
         texts(recipe_of(model, [ROWS[0] | {"chat_template_kwargs": {"thinkin": True}}]))
+
+
+def test_what_is_remembered_of_a_template_is_not_taken_for_other_variables() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING
+    rows = [row["messages"] for row in ROWS * 6]
+    given: list[dict[str, Any]] = [{}, {}, {}, {"thinking": False}, {"thinking": True}, {"thinking": False}] * 4
+    for each, messages, variables in zip(
+        encode_conversations(tokenizer, rows, chat_template_kwargs=given), rows, given, strict=True
+    ):
+        assert not isinstance(each, RowError)
+        assert each[0] == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **variables)
 
 
 def test_other_variables_are_other_rows_and_none_are_the_rows_of_before(model: Path) -> None:

@@ -110,6 +110,8 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
     resized = f"New tokens: {tokens}. " if tokens else ""
     if tokens and recipe.adapter.type != "none":
         resized += "If the base has fewer rows, first `base.resize_token_embeddings(len(tokenizer))`."
+    variables = json.dumps(recipe.data.chat_template_kwargs, ensure_ascii=False)
+    rendered = f"Its chat template was given `{variables}`: give `apply_chat_template` the same." * (variables != "{}")
     return "\n".join(
         [
             "---",
@@ -121,6 +123,7 @@ def model_card(recipe: Recipe, metrics: dict[str, float]) -> str:
             f"Task {recipe.task} on {trained_on}, {recipe.batch.global_size} rows a step, "
             f"learning rate {recipe.optimizer.learning_rate:g}, precision {recipe.precision}, seed {recipe.seed}.",
             *(["", resized] if resized else []),
+            *(["", rendered] if rendered else []),
             "",
             *table,
             "",

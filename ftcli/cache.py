@@ -280,6 +280,8 @@ def _content_key(recipe: Recipe, task: Task) -> str:
 
 def _data_settings(recipe: Recipe) -> dict[str, Any]:
     settings = recipe.data.model_dump(exclude={"workers", *ARRANGEMENT, *STREAM})
+    if not settings["chat_template_kwargs"]:  # rows that were prepared before there were any stay what they are
+        del settings["chat_template_kwargs"]
     return settings | {"task": recipe.task, "options": recipe.task_options, "seed": recipe.seed}
 
 

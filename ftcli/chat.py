@@ -8,7 +8,7 @@ of `turns.py`. Knows neither tasks nor rows; what cannot be encoded exactly is a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
@@ -25,10 +25,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Any, *, tools: list[Any] | None = None, train_on: TrainOn = "assistant"
+    tokenizer: Any,
+    messages: Any,
+    *,
+    tools: list[Any] | None = None,
+    train_on: TrainOn = "assistant",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Encoded:
     """Return (ids, trained) of one conversation; see `encode_conversations`. Raises its `RowError`."""
-    (found,) = encode_conversations(tokenizer, [messages], tools=[tools], train_on=train_on)
+    (found,) = encode_conversations(
+        tokenizer, [messages], tools=[tools], train_on=train_on, chat_template_kwargs=[chat_template_kwargs or {}]
+    )
     if isinstance(found, RowError):
         raise found
     return found
@@ -40,11 +47,13 @@ def encode_conversations(
     *,
     tools: Sequence[list[Any] | None] | None = None,
     train_on: TrainOn = "assistant",
+    chat_template_kwargs: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Encoded | RowError]:
     """Return (ids, trained) of many conversations, or the `RowError` of one that cannot be encoded exactly.
 
     `tokenizer` is a fast one; all texts are tokenised in one call. A conversation is a list of OpenAI messages;
-    `tools` has a list of JSON schemas, or None, for each. Content in parts of text is joined, a message's keys that
+    `tools` has a list of JSON schemas, or None, for each, and `chat_template_kwargs` its variables of the template,
+    which go to every rendering of it. Content in parts of text is joined, a message's keys that
     are None are taken for absent. `train_on`: all turns of the assistant, the last message if it is the assistant's,
     or every token. A message's own `train: true | false` goes before that, and the template never sees it.
 
@@ -54,9 +63,10 @@ def encode_conversations(
     """
     template = _template(tokenizer, str(tokenizer.chat_template))
     found: list[Any] = []
-    for messages, offered in zip(conversations, tools or [None] * len(conversations), strict=True):
+    offered, given = tools or [None] * len(conversations), chat_template_kwargs or [{}] * len(conversations)
+    for messages, of_it, variables in zip(conversations, offered, given, strict=True):
         try:
-            found.append(_render(template, messages, offered, train_on))
+            found.append(_render(template.using(variables), messages, of_it, train_on))
         except RowError as error:
             found.append(error)
     texts = [each[0] for each in found if not isinstance(each, RowError)]

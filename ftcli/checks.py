@@ -59,9 +59,11 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     from .prompts import prompts_of
     from .rows import check_source, model_folder
     from .tasks import find_task, is_own
+    from .template_variables import check_recipe
 
     if problems := [*adapter_problems(recipe.adapter), *check_quantization(recipe, cpu=cpu)]:
         raise InputError(problems)
+    check_recipe(recipe)
     prompts_of(recipe.evaluate.generate)
     model_folder(recipe.model.name)
     if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
@@ -172,6 +174,7 @@ def check(
     from .devices import check_devices, count_processes
     from .profiles import check_pair, load_profile
     from .recipe_file import find_recipe, load_recipe
+    from .template_variables import recipe_notes
 
     path = find_recipe(recipe)
     loaded = load_recipe(path, overrides)
@@ -192,6 +195,7 @@ def check(
         facts, notes = told | facts, warned + notes
     facts = format_facts(loaded) | facts
     notes += _exactness_notes(loaded)
+    notes += [] if data else recipe_notes(loaded)  # else the rows' survey tells it
     notes += [
         f"{problem.what} ({problem.hint})" for problem in check_devices(chosen, world, cpu=cpu, num_machines=machines)
     ]

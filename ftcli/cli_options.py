@@ -40,6 +40,14 @@ TemperatureOption = Annotated[
 TopPOption = Annotated[
     float, typer.Option("--top-p", metavar="P", min=0, max=1, help="Draw from this share of the probability.")
 ]
+TemplateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="K=V",
+        help="Variable of the chat template, as enable_thinking=false. Default: those of a run's recipe.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Seeds what is drawn.")]
 
 

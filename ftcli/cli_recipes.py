@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -113,9 +113,11 @@ def check(
 def preview(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    rows: Annotated[
-        int, typer.Option("--rows", metavar="N", min=0, help="Rows to show, the first that are trained on.")
-    ] = 3,
+    split: Annotated[
+        Literal["train", "eval"],
+        typer.Option("--split", metavar="train|eval", help="Show training or evaluation rows."),
+    ] = "train",
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=0, help="Rows to show, the first that are read.")] = 3,
     row: Annotated[
         int | None, typer.Option("--row", metavar="K", min=1, help="Show row K of the source instead, from 1.")
     ] = None,
@@ -126,11 +128,11 @@ def preview(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show rows as the model is trained on them."""
+    """Show rows as the model reads them."""
     from . import preview as module
-    from .preview_text import Style
+    from .terminal import Style
 
-    found = module.preview_data(recipe, rows=rows, row=row, full=full, overrides=set_ or ())
+    found = module.preview_data(recipe, rows=rows, row=row, split=split, full=full, overrides=set_ or ())
     if html is not None:
         html.write_text(found.as_page(), encoding="utf-8")
     shown = json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(found.lines(Style.of(sys.stdout), ids=ids))

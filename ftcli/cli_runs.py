@@ -22,6 +22,7 @@ from .cli_options import (
     SeedOption,
     SystemOption,
     TemperatureOption,
+    TemplateOption,
     TextModelArgument,
     TopPOption,
     for_accelerate,
@@ -79,6 +80,7 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = 0,
+    chat_template_kwargs: TemplateOption = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", metavar="N", min=1, help="Prompts that are answered at a time.")
     ] = 8,
@@ -86,7 +88,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each prompt.")] = False,
 ) -> None:
     """Answer prompts with a run's weights or any model."""
-    from . import generation
+    from . import generation, terminal
+    from .template_variables import parse_variables
 
     asked: dict[str, Any] = {
         "file": file,
@@ -97,6 +100,7 @@ def generate(
         "seed": seed,
         "batch_size": batch_size,
         "cpu": cpu,
+        "chat_template_kwargs": parse_variables(chat_template_kwargs or ()),
     }
     if as_json:
         for row in generation.generate_rows(target, prompt or (), **asked):
@@ -104,7 +108,8 @@ def generate(
     elif sys.stdout.isatty() and len(prompt or ()) == 1 and file is None:
         generation.generate(target, prompt or (), stream=sys.stdout, **asked)
     else:
-        print("\n\n".join(generation.generate(target, prompt or (), **asked)))
+        for number, row in enumerate(generation.generate_rows(target, prompt or (), **asked)):
+            print(("\n" if number else "") + terminal.said(row["answer"], sys.stdout), flush=True)
 
 
 def chat(
@@ -114,10 +119,12 @@ def chat(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = 0,
+    chat_template_kwargs: TemplateOption = None,
     cpu: CpuOption = False,
 ) -> None:
     """Talk with a run's model, or any, in the terminal."""
     from . import conversation
+    from .template_variables import parse_variables
 
     conversation.converse(
         target,
@@ -127,6 +134,7 @@ def chat(
         top_p=top_p,
         seed=seed,
         cpu=cpu,
+        chat_template_kwargs=parse_variables(chat_template_kwargs or ()),
     )
 
 

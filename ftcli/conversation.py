@@ -7,20 +7,23 @@ Knows terminals and turns; which model answers is writer.py's.
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import InputError, nearest
-from .prompts import Answer, Prompt
+from .prompts import Answer, Prompt, readable
+from .terminal import BOLD, DIM, Style, said
 
 if TYPE_CHECKING:
     from .decoding import Choice
     from .writer import Writer
 
 MARK = "> "
+WITHOUT_WIDTH = re.compile("\x1b[^m]*m")
 COMMANDS = {
     "/reset": "forget all turns but the system's",
     "/system": "TEXT: say it before the conversation; alone: say nothing",
@@ -64,7 +67,8 @@ class Conversation:
             return "system turn set" if rest else "no system turn"
         if name == "/undo":
             del self.turns[-2:]
-            return f"{len(self.turns) // 2} questions are left"
+            left = len(self.turns) // 2
+            return f"{left} question{' is' if left == 1 else 's are'} left"
         if name == "/save":
             return self.save(rest)
         if name == "/help":
@@ -96,33 +100,30 @@ def converse(
     top_p: float = 1.0,
     seed: int = 0,
     cpu: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Conversation:
     """Talk until the input ends; return all that was said.
 
     The model is that of a run, of one of its checkpoints, or a name or folder. Ctrl-C ends an answer, which stays as
-    far as it came. Raises `InputError` for a model without a chat template.
+    far as it came. `chat_template_kwargs` are variables of the chat template; they go before those of a run's recipe.
+    Raises `InputError` for a model without a chat template.
     """
     from .generation import choice_of
     from .writer import load_writer
 
     choice = choice_of(max_new_tokens, temperature, top_p, seed)
-    writer = load_writer(target, cpu=cpu)
-    if not writer.tokenizer.chat_template:
-        raise InputError(
-            f"{target} has no chat template, so it cannot hold a conversation",
-            hint=f"let it go on from plain text: ftcli generate {target} --prompt TEXT",
-        )
-    conversation, is_typed = Conversation(system), sys.stdin.isatty()
+    writer = load_writer(target, cpu=cpu, chat_template_kwargs=chat_template_kwargs, converses=True)
+    conversation, is_typed = Conversation(None if system is None else readable(system)), sys.stdin.isatty()
     if is_typed:
         _note(f"{target} listens; /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation")
     for line in _lines(is_typed):
         if line.split()[0] == "/quit":
             break
         try:
-            if line.startswith("/"):
-                _note(conversation.command(line))
+            if line.startswith("/"):  # a space before it makes it part of what is said
+                _note(conversation.command(line.strip()))
             else:
-                _answer(writer, conversation, line, choice)
+                _answer(writer, conversation, line.strip(), choice)
         except InputError as error:
             for problem in error.problems:
                 _note(str(problem))
@@ -132,26 +133,37 @@ def converse(
 def _answer(writer: Writer, conversation: Conversation, question: str, choice: Choice) -> None:
     """Let the model answer, word by word, and keep what it said."""
     prompt = conversation.asking(question)
-    shown, note, last = "", "", Answer(prompt, "", 0, ended=False)
+    fitting = writer.fitting(prompt, choice)
+    last, note = Answer(prompt, "", 0, ended=False), ""
     try:
-        for last in writer.growing(prompt, choice, number=len(conversation.turns) // 2):
-            sys.stdout.write(last.text[len(shown) :])
+        for answer in writer.growing(prompt, fitting, number=len(conversation.turns) // 2):
+            sys.stdout.write(said(answer.text[len(last.text) :], sys.stdout))
             sys.stdout.flush()
-            shown = last.text
-        note = "" if last.ended else f"cut at {last.tokens} tokens (--max-new-tokens)"
+            last = answer
+        if not last.ended:
+            full = fitting.max_new_tokens < choice.max_new_tokens
+            why = "the model has no further positions: /undo, or /reset" if full else "--max-new-tokens"
+            note = f"cut at {last.tokens} tokens ({why})"
+        elif not last.text:
+            note = "it said nothing"
     except KeyboardInterrupt:
         note = "stopped; what it said so far is kept, /undo forgets it"
+        if not last.text:
+            note, question = "stopped before it said anything; the question is forgotten", ""
     sys.stdout.write("\n")
     sys.stdout.flush()
     if note:
         _note(note)
-    conversation.add(question, last.text)
+    if question:
+        conversation.add(question, last.text)
 
 
 def _lines(is_typed: bool) -> Iterator[str]:
     """Yield what the user says, line by line, without empty ones."""
     if is_typed:
-        import readline  # noqa: F401 - arrow keys and history
+        import readline  # arrow keys and history
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one question
     while True:
         try:
             line = _read(is_typed)
@@ -163,14 +175,15 @@ def _lines(is_typed: bool) -> Iterator[str]:
             print(file=sys.stderr)
             continue
         if line.strip():
-            yield line.strip()
+            yield readable(line)
     if is_typed:
         print(file=sys.stderr)
 
 
 def _read(is_typed: bool) -> str:
     if is_typed and sys.stdout.isatty():
-        return input(MARK)  # by readline, which must know what stands before the cursor
+        # By readline, which must know what stands before the cursor, and which part of it has no width.
+        return input(WITHOUT_WIDTH.sub("\x01\\g<0>\x02", Style.of(sys.stdout).paint(MARK, BOLD)))
     if is_typed:
         sys.stderr.write(MARK)
         sys.stderr.flush()
@@ -181,4 +194,6 @@ def _read(is_typed: bool) -> str:
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    style = Style.of(sys.stderr)
+    for line in said(text, sys.stderr).split("\n"):
+        print(*(style.paint(part, DIM) for part in style.wrap(line)), sep="\n", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from .data_survey import examples
 from .row_statistics import count_duplicates
+from .template_variables import clock_finding, texts_of
 
 if TYPE_CHECKING:
     from .data_survey import Prepared
@@ -156,6 +157,10 @@ def _templates(prepared: Prepared, train: Measures) -> Iterator[Finding]:
             "the chat template writes one and the tokenizer another, or the data holds one: take one away",
         )
     tokenizer = getattr(prepared.task, "tokenizer", None)
+    texts = texts_of(None if tokenizer is None else tokenizer.chat_template)
+    renders = "messages" in getattr(prepared.task, "formats", ())
+    if renders and (clock := clock_finding(texts, prepared.recipe.data.chat_template_kwargs)):
+        yield Finding("warning", *clock)
     if train.has_prompt.any() and tokenizer is not None and tokenizer.chat_template is None:
         yield Finding(
             "note",

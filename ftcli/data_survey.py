@@ -22,10 +22,10 @@ from .sampling import PADDING, TrainOrder, epoch_order
 if TYPE_CHECKING:
     from .cache import PreparedRows
     from .data_findings import Finding
-    from .preview_text import Style
     from .recipe import Recipe
     from .row_statistics import Measures
     from .tasks.protocol import Task
+    from .terminal import Style
 
 COUNTED = ("cut", "dropped", "split", "untrained", "bad")  # what may become of a raw row, as meta.json names it
 
@@ -60,7 +60,8 @@ class Survey:
 
     def lines(self, style: Style | None = None) -> list[str]:
         """Return findings and statistics as text, one fact a line; what is wrong comes first."""
-        from .preview_text import Style, draw_findings, draw_statistics
+        from .preview_text import draw_findings, draw_statistics
+        from .terminal import Style
 
         chosen = style or Style()
         return draw_findings(self.findings, chosen) + draw_statistics(self.statistics, chosen)

@@ -83,7 +83,7 @@ def encode_prompts(recipe: Recipe, task: Any) -> list[EncodedPrompt]:
         raise InputError(
             f"evaluate.generate: task {recipe.task} does not generate text", hint="take evaluate.generate out"
         )
-    return [EncodedPrompt(prompt, task.encode_prompt(prompt.asked)) for prompt in prompts]
+    return [EncodedPrompt(prompt, task.encode_prompt(prompt.asked, **prompt.options)) for prompt in prompts]
 
 
 def check_prompts(recipe: Recipe, prompts: list[EncodedPrompt], model: nn.Module) -> None:

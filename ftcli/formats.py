@@ -1,6 +1,6 @@
 """The shapes that rows of text come in, recognised by their column names, and each turned into one of three.
 
-    messages          messages as chat templates take them, with tools
+    messages          messages as chat templates take them, with tools and variables of the template
     completion        a prompt and its completion, both text
     text              text
 
@@ -29,6 +29,7 @@ SPEAKERS = {  # the names that ShareGPT's data sets have for the roles
     "observation": "tool",
 }
 PREFERENCES = {"chosen", "rejected"}
+CONVERSATION = ("tools", "system", "chat_template_kwargs")  # columns that a conversation may have besides
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def recognise(columns: Collection[str], kinds: Sequence[str], where: str) -> For
 def convert(row: Row, kinds: Sequence[str]) -> dict[str, Any]:
     """Return a row as {"messages", "tools"}, {"prompt", "completion"} or {"text"}, whichever its columns hold.
 
-    Raises `RowError` for a row whose values are not what its columns promise.
+    Messages come with `chat_template_kwargs` where the row has some. Raises `RowError` for a row whose values are not
+    what its columns promise.
     """
     for known in FORMATS:
         if known.kind in kinds and all(row.get(name) is not None for name in known.required):
@@ -105,7 +107,7 @@ def _conversation(turns: Any, row: Row) -> dict[str, Any]:
         raise RowError("`system` must be text")
     if system and isinstance(messages, list) and not _begins_with_system(messages):
         messages = [{"role": "system", "content": system}, *messages]
-    return {"messages": messages, "tools": _tools(row.get("tools"))}
+    return {"messages": messages, "tools": None, **conversation_options(row)}
 
 
 def _begins_with_system(messages: list[Any]) -> bool:
@@ -120,7 +122,25 @@ def _from_completion(row: Row) -> dict[str, Any]:
         raise RowError("`prompt` and `completion` must both be text, or both lists of messages")
     if not completion.strip():
         raise RowError("has an empty completion")
-    return {"prompt": prompt, "completion": completion}
+    return _asked_and_answered(prompt, completion, row)
+
+
+def _asked_and_answered(prompt: str, completion: str, row: Row) -> dict[str, Any]:
+    """Return {"prompt", "completion"}, or messages where a column says what only a conversation can hold."""
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    found = _conversation(turns, row)
+    is_plain = found["messages"] == turns and not found["tools"] and "chat_template_kwargs" not in found
+    return {"prompt": prompt, "completion": completion} if is_plain else found
+
+
+def conversation_options(row: Row) -> dict[str, Any]:
+    """Return the `tools` of a row and its `chat_template_kwargs` (variables of the template), where it has some."""
+    tools = _tools(row.get("tools"))
+    given = row.get("chat_template_kwargs")
+    given = _json(given.strip() or "null", "`chat_template_kwargs`") if isinstance(given, str) else without_nulls(given)
+    if given and not isinstance(given, dict):
+        raise RowError("`chat_template_kwargs` must be a mapping of variables of the chat template")
+    return {name: value for name, value in (("tools", tools), ("chat_template_kwargs", given)) if value}
 
 
 def _from_alpaca(row: Row) -> dict[str, Any]:
@@ -132,8 +152,8 @@ def _from_alpaca(row: Row) -> dict[str, Any]:
         raise RowError("has an empty output")
     prompt = f"{instruction}\n\n{given}" if given.strip() else instruction
     history = row.get("history") or []
-    if not row.get("system") and not history:
-        return {"prompt": prompt, "completion": output}
+    if not history:
+        return _asked_and_answered(prompt, output, row)
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError("`history` must be a list of [instruction, output]")
     pairs = [*history, [prompt, output]]
@@ -148,11 +168,15 @@ def _from_text(row: Row) -> dict[str, Any]:
 
 
 FORMATS = (  # the first that fits is taken
-    Format("messages", "messages", ("messages",), ("tools", "system"), _from_messages),
-    Format("ShareGPT conversations", "messages", ("conversations",), ("tools", "system"), _from_sharegpt),
-    Format("prompt and completion", "completion", ("prompt", "completion"), ("tools", "system"), _from_completion),
+    Format("messages", "messages", ("messages",), CONVERSATION, _from_messages),
+    Format("ShareGPT conversations", "messages", ("conversations",), CONVERSATION, _from_sharegpt),
+    Format("prompt and completion", "completion", ("prompt", "completion"), CONVERSATION, _from_completion),
     Format(
-        "Alpaca instructions", "completion", ("instruction", "output"), ("input", "system", "history"), _from_alpaca
+        "Alpaca instructions",
+        "completion",
+        ("instruction", "output"),
+        ("input", "history", *CONVERSATION),
+        _from_alpaca,
     ),
     Format("raw text", "text", ("text",), (), _from_text),
 )

@@ -6,12 +6,14 @@ decoding.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from .errors import InputError
 from .prompts import Answer, Asked, Prompt, collect
+from .template_variables import check_variables, texts_of, variables_of
+from .terminal import said
 
 if TYPE_CHECKING:
     from .decoding import Choice
@@ -29,14 +31,16 @@ def generate(
     seed: int = 0,
     batch_size: int = 8,
     cpu: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
 ) -> list[str]:
     """Return one answer for each prompt, from a run, one of its checkpoints, or a model's name or folder.
 
     A prompt is one user's turn when the tokenizer has a chat template, else plain text to go on from; or a list of
     messages. Those of `file` (prompts.py) follow. At most `max_new_tokens` tokens; temperature 0 takes the likeliest
-    token each time. `batch_size` prompts are answered at a time, which changes answers by rounding at most. With
-    `stream` they are answered one by one, and written there word by word, a blank line between them.
+    token each time. `batch_size` prompts are answered at a time, which changes answers by rounding at most.
+    `chat_template_kwargs` are variables of the chat template; they go before those of a run's recipe. With `stream`
+    they are answered one by one, and written there word by word, a blank line between them.
     """
     rows = generate_rows(
         target,
@@ -49,6 +53,7 @@ def generate(
         seed=seed,
         batch_size=batch_size,
         cpu=cpu,
+        chat_template_kwargs=chat_template_kwargs,
         stream=stream,
     )
     return [row["answer"] for row in rows]
@@ -66,6 +71,7 @@ def generate_rows(
     seed: int = 0,
     batch_size: int = 8,
     cpu: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the answers of `generate` as they come: `prompt`, `answer`, `tokens`, `ended` by the model or cut."""
@@ -73,7 +79,7 @@ def generate_rows(
 
     wanted = collect(prompts, file, system)
     choice = choice_of(max_new_tokens, temperature, top_p, seed)
-    writer = load_writer(target, cpu=cpu)
+    writer = load_writer(target, cpu=cpu, chat_template_kwargs=chat_template_kwargs)
     answers = writer.answers(wanted, choice, batch_size=batch_size)
     if stream is not None:
         answers = _streamed(writer, wanted, choice, stream)
@@ -90,7 +96,7 @@ def _streamed(writer: Any, prompts: Sequence[Prompt], choice: Choice, stream: Te
     for number, prompt in enumerate(prompts):
         shown = ""
         for answer in writer.growing(prompt, choice, number=number):
-            stream.write(answer.text[len(shown) :])
+            stream.write(said(answer.text[len(shown) :], stream))
             stream.flush()
             shown = answer.text
         stream.write("\n\n" if number + 1 < len(prompts) else "\n")
@@ -110,13 +116,23 @@ def choice_of(max_new_tokens: int, temperature: float, top_p: float, seed: int) 
     return Choice(max_new_tokens, temperature, top_p, seed)
 
 
-def encode_prompt(tokenizer: Any, asked: Asked, *, as_chat: bool = True) -> list[int]:
+def encode_prompt(
+    tokenizer: Any,
+    asked: Asked,
+    *,
+    as_chat: bool = True,
+    tools: list[Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Return the tokens that a model is given: by the tokenizer's chat template up to where the answer begins.
 
-    Plain text stays as it is, without an end token, where there is no template or `as_chat` is false. Raises
-    `InputError` for a conversation without a template, for what the template refuses, and for no token at all.
+    `tools` and `chat_template_kwargs` (variables) go to the template. Plain text stays as it is, without an end token,
+    where there is no template or `as_chat` is false. Raises `InputError` for a conversation without a template, for
+    what the template refuses, for variables that it never reads, and for no token at all.
     """
     if isinstance(asked, str) and not (as_chat and tokenizer.chat_template):
+        if tools or chat_template_kwargs:
+            raise InputError("a prompt with tools or chat_template_kwargs is plain text here, so nothing reads them")
         ids = list(tokenizer(asked)["input_ids"])
         ids = ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
         if not ids:
@@ -129,21 +145,33 @@ def encode_prompt(tokenizer: Any, asked: Asked, *, as_chat: bool = True) -> list
         )
     from jinja2 import TemplateError
 
+    given = dict(chat_template_kwargs or {})
+    texts = texts_of(tokenizer.chat_template)
+    check_variables(given, texts, "chat_template_kwargs")
+    if tools and "tools" not in (variables_of(texts) or {"tools"}):
+        raise InputError("a prompt has tools, and the chat template has no place for them")
+    asks = {"tokenize": True, "add_generation_prompt": True, "return_dict": False, "tools": tools, **given}
     turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     try:
-        return list(tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False))
+        return list(tokenizer.apply_chat_template(turns, **asks))
     except TemplateError as error:
         raise InputError(f"the model's chat template refuses a prompt: {error}") from None
 
 
+def room_behind(config: Any, ids: Sequence[int]) -> int | None:
+    """Return how many tokens a model can write behind a prompt, below 0 for one that is too long; None: any number."""
+    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if most is None else most - len(ids)
+
+
 def check_room(config: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Raise `InputError` for a prompt (token ids) that leaves less room for its answer than the model has positions."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
     for number, ids in enumerate(prompts, start=1):
-        if most is not None and len(ids) + max_new_tokens > most:
+        room = room_behind(config, ids)
+        if room is not None and room < max_new_tokens:
             raise InputError(
                 f"prompt {number} has {len(ids)} tokens; with {max_new_tokens} new ones that is beyond the "
-                f"{most} positions of the model",
+                f"{len(ids) + room} positions of the model",
                 hint="shorten it, or lower the number of new tokens",
             )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .preview_text import split_facts, title
+from .preview_text import counted, histogram_bars, split_facts, title
 from .spans import Span, visible
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ def draw_part(preview: Preview) -> str:
         hint = f'<br><span class="n">{_text(finding.hint)}</span>' if finding.hint else ""
         parts.append(f'<p><b class="{finding.level}">{finding.level}:</b> {_text(finding.what)}{hint}</p>')
     if preview.rows:
-        legend = '<span class="t">trained</span>, <span class="s">special token</span>, read only'
+        legend = f'<span class="t">{counted(preview.rows[0])}</span>, <span class="s">special token</span>, read only'
         parts.append(f"<h2>Rows</h2><p>{legend}. A token's ids show under the pointer.</p>")
     parts += [_draw_row(row) for row in preview.rows]
     for name, values in preview.statistics.items():
-        parts += [f"<h2>{'Training' if name == 'train' else 'Evaluation'} rows</h2>", *_draw_split(values)]
+        parts += [f"<h2>{'Training' if name == 'train' else 'Evaluation'} rows</h2>", *_draw_split(name, values)]
     return "\n".join([*parts, "</div>"])
 
 
@@ -70,34 +70,36 @@ def _text(text: str) -> str:
 
 
 def _draw_row(row: ShownRow) -> str:
-    text = _draw_spans(row.head)
+    text = _draw_spans(row.head, counted(row))
     if row.left_out:
-        told = f"{row.left_out} tokens left out here, {row.left_out_trained} of them trained"
+        told = f"{row.left_out} tokens left out here, {row.left_out_trained} of them {counted(row)}"
         text += f'\n<span class="n">... {told} ...</span>\n'
-    text += _draw_spans(row.tail)
+    text += _draw_spans(row.tail, counted(row))
     facts = "".join(f"<tr><td>{_text(name)}</td><td>{_text(value)}</td></tr>" for name, value in row.facts.items())
     shown = f"<pre>{text}</pre>" if text else ""
     return f"<h3>{_text(title(row))}</h3>{shown}" + (f"<table>{facts}</table>" if facts else "")
 
 
-def _draw_spans(spans: Iterable[Span]) -> str:
+def _draw_spans(spans: Iterable[Span], use: str) -> str:
     found = []
     for span in spans:
         kinds = " ".join(kind for kind, holds in (("t", span.is_trained), ("s", span.is_special)) if holds)
         text = _text(span.text).replace("\n", '<i class="n">↵</i>\n')
         ids = " ".join(map(str, span.ids))
-        told = f' title="{ids}{", trained" if span.is_trained else ""}"' if span.ids else ""
+        told = f' title="{ids}{f", {use}" if span.is_trained else ""}"' if span.ids else ""
         found.append(f'<span class="{kinds}"{told}>{text}</span>')
     return "".join(found)
 
 
-def _draw_split(values: dict[str, Any]) -> Iterable[str]:
-    rows = "".join(f"<tr><td>{_text(name)}</td><td>{_text(value)}</td></tr>" for name, value in split_facts(values))
+def _draw_split(split: str, values: dict[str, Any]) -> Iterable[str]:
+    rows = "".join(
+        f"<tr><td>{_text(name)}</td><td>{_text(value)}</td></tr>" for name, value in split_facts(split, values)
+    )
     yield f"<table>{rows}</table>"
     if values.get("answers"):
         yield _draw_bars("answers", list(values["answers"].items()))
     if values.get("histogram"):
-        yield _draw_bars("lengths in tokens", [(f"{low}-{high}", count) for low, high, count in values["histogram"]])
+        yield _draw_bars("lengths in tokens", histogram_bars(values["histogram"]))
 
 
 def _draw_bars(caption: str, bars: Sequence[tuple[str, int]]) -> str:

@@ -1,27 +1,23 @@
 """A preview as lines of text: with colours on a terminal that has them, with brackets anywhere else.
 
-Only this module knows colours and widths. What comes from data passes `spans.visible` first, and where the stream
-is not UTF-8 everything becomes ASCII.
+What comes from data passes `spans.visible` first, and where the stream is not UTF-8 everything becomes ASCII.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from .spans import Span, joined, visible
+from .terminal import BOLD, DIM, Style
 
 if TYPE_CHECKING:
     from .data_findings import Finding
     from .preview import ShownRow
 
-RESET = "\x1b[0m"
-BOLD, RED, YELLOW, DIM = "1", "31", "33", "2"
+RED, YELLOW = "31", "33"
 TRAINED, SPECIAL = "1;32", "36"  # green and bold: also without telling green from other colours
+COUNTS = {"train": "trained", "eval": "measured"}  # what is done with the tokens that the loss is on
 LONGEST_BAR = 50
 PLAIN = 80  # columns of what is no terminal
 COUNTED = {
@@ -31,43 +27,6 @@ COUNTED = {
     "untrained": "left out, untrained",
     "bad": "left out, unusable",
 }
-
-
-@dataclass(frozen=True)
-class Style:
-    """How text is drawn: columns (None: no terminal), colours or brackets, and whether it may leave ASCII."""
-
-    width: int | None = None
-    colour: bool = False
-    unicode: bool = True
-
-    @classmethod
-    def of(cls, stream: TextIO) -> Style:
-        """Return what a stream can show. NO_COLOR (no-color.org) and TERM=dumb mean no colours."""
-        is_terminal = stream.isatty()
-        colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        unicode = (stream.encoding or "").lower().replace("-", "").startswith("utf")
-        return cls(shutil.get_terminal_size().columns if is_terminal else None, colour, unicode)
-
-    def paint(self, text: str, code: str) -> str:
-        """Return text in a colour; each line by itself, so that a pager may cut anywhere between lines."""
-        if not self.colour or not code or not text:
-            return text
-        return "\n".join(f"\x1b[{code}m{line}{RESET}" if line else "" for line in text.split("\n"))
-
-    def safe(self, text: str) -> str:
-        """Return text as this stream can take it."""
-        return text if self.unicode else text.encode("ascii", "backslashreplace").decode("ascii")
-
-    @property
-    def brackets(self) -> tuple[str, str]:
-        """Return what stands around trained text where there is no colour."""
-        return ("", "") if self.colour else ("⟦", "⟧") if self.unicode else ("[[", "]]")
-
-    @property
-    def newline(self) -> str:
-        """Return the mark of a newline, which it then makes."""
-        return "↵\n" if self.unicode else "\\n\n"
 
 
 def draw_findings(findings: Sequence[Finding], style: Style) -> list[str]:
@@ -84,11 +43,7 @@ def draw_findings(findings: Sequence[Finding], style: Style) -> list[str]:
 
 def _wrapped(text: str, style: Style) -> list[str]:
     """Return text in lines no wider than a terminal; what is no terminal gets one line, for grep."""
-    safe = style.safe(visible(text))
-    if style.width is None:
-        return [safe]
-    indent = " " * (len(safe) - len(safe.lstrip()))
-    return textwrap.wrap(safe, style.width, subsequent_indent=indent or "  ", break_on_hyphens=False)
+    return style.wrap(style.safe(visible(text)))
 
 
 def draw_rows(rows: Sequence[ShownRow], style: Style, *, ids: bool) -> list[str]:
@@ -98,13 +53,13 @@ def draw_rows(rows: Sequence[ShownRow], style: Style, *, ids: bool) -> list[str]
     start, end = style.brackets
     lines = []
     if any(row.trained for row in rows):
-        sample = style.paint(f"{start}trained{end}", TRAINED)
+        sample = style.paint(f"{start}{counted(rows[0])}{end}", TRAINED)
         lines += [f"{sample}, {style.paint('<special token>', SPECIAL)}, read only", ""]
     for row in rows:
         lines.append(style.paint(style.safe(visible(title(row))), BOLD))
         text = _draw_spans(row.head, style)
         if row.left_out:
-            gap = f"... {row.left_out} tokens left out here, {row.left_out_trained} of them trained (--full) ..."
+            gap = f"... {row.left_out} tokens left out here, {row.left_out_trained} of them {counted(row)} (--full) ..."
             text += "\n" + style.paint(gap, DIM) + "\n"
         text += _draw_spans(row.tail, style)
         lines += text.removesuffix("\n").split("\n") if text else []
@@ -118,9 +73,15 @@ def draw_rows(rows: Sequence[ShownRow], style: Style, *, ids: bool) -> list[str]
 def title(row: ShownRow) -> str:
     """Return the line that says which row it is."""
     when = "not in the first epoch" if row.step is None else f"step {row.step}" if row.step else "not yet shuffled"
+    when = "evaluation" if row.split == "eval" else when
     size = f", {row.tokens} tokens" if row.tokens else ""
-    trained = f", {row.trained} trained" if row.trained else ""
+    trained = f", {row.trained} {counted(row)}" if row.trained else ""
     return f"row {row.number} of {row.source}, {when}{size}{trained}"
+
+
+def counted(row: ShownRow) -> str:
+    """Return what is done with the tokens of a row that its loss is on."""
+    return COUNTS[row.split]
 
 
 def _draw_spans(spans: Iterable[Span], style: Style) -> str:
@@ -169,7 +130,7 @@ def draw_statistics(statistics: dict[str, Any], style: Style) -> list[str]:
     """Return the numbers of every split, one fact a line, and the histogram of lengths."""
     lines: list[str] = []
     for name, values in statistics.items():
-        facts = split_facts(values)
+        facts = split_facts(name, values)
         width = max(len(fact) for fact, _ in facts)
         lines.append(style.paint({"train": "training rows", "eval": "evaluation rows"}[name], BOLD))
         lines += [f"  {fact:<{width}}  {style.safe(visible(text))}" for fact, text in facts]
@@ -177,19 +138,23 @@ def draw_statistics(statistics: dict[str, Any], style: Style) -> list[str]:
             bars = [(label, count) for label, count in values["answers"].items()]
             lines += ["  answers", *_draw_bars(bars, style)]
         if values.get("histogram"):
-            bars = [(f"{low}-{high}" if high > low else str(low), count) for low, high, count in values["histogram"]]
-            lines += ["  lengths in tokens", *_draw_bars(bars, style)]
+            lines += ["  lengths in tokens", *_draw_bars(histogram_bars(values["histogram"]), style)]
         lines.append("")
     return lines[:-1]
 
 
-def split_facts(values: dict[str, Any]) -> list[tuple[str, str]]:
+def histogram_bars(histogram: Sequence[tuple[int, int, int]]) -> list[tuple[str, int]]:
+    """Return (name, count) of each bar of a histogram of lengths."""
+    return [(f"{low}-{high}" if high > low else str(low), count) for low, high, count in histogram]
+
+
+def split_facts(split: str, values: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, value) of each fact of a split, for any drawing."""
     facts = [("rows", f"{values['rows']:,}")]
     if "tokens" in values:
-        facts.append(("tokens", _tokens(values)))
+        facts.append(("tokens", _tokens(split, values)))
     if len(values["sources"]) > 1:
-        facts += [(f"of {label}", _source(of)) for label, of in values["sources"].items()]
+        facts += [(f"of {label}", _source(split, of)) for label, of in values["sources"].items()]
     if "lengths" in values:
         facts.append(("lengths", ", ".join(f"{name} {value:,}" for name, value in values["lengths"].items())))
         facts.append(("at data.max_length", _if_any(values["at_max_length"], "cut or just fitting")))
@@ -226,14 +191,15 @@ def _epoch_facts(epoch: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _source(values: dict[str, Any]) -> str:
-    return count_rows(values["rows"]) + (f", tokens {_tokens(values)}" if "tokens" in values else "")
+def _source(split: str, values: dict[str, Any]) -> str:
+    return count_rows(values["rows"]) + (f", tokens {_tokens(split, values)}" if "tokens" in values else "")
 
 
-def _tokens(values: dict[str, Any]) -> str:
+def _tokens(split: str, values: dict[str, Any]) -> str:
     if "trained_tokens" not in values:
         return f"{values['tokens']:,}"
-    return f"{values['tokens']:,}, {values['trained_tokens']:,} trained ({100 * values['trained_share']:.1f} %)"
+    share = f"{COUNTS[split]} ({100 * values['trained_share']:.1f} %)"
+    return f"{values['tokens']:,}, {values['trained_tokens']:,} {share}"
 
 
 def _draw_bars(bars: Sequence[tuple[str, int]], style: Style) -> list[str]:

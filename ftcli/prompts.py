@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError, nearest
+from .formats import conversation_options
 from .recipe import Generate
+from .tasks.protocol import RowError
 
 FORMATS = (".jsonl", ".txt")
 ROLES = ("system", "user", "assistant", "tool")
@@ -25,6 +27,14 @@ class Prompt:
 
     asked: Asked
     reference: str | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the template, for this one alone
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it says besides, by the names that chat templates have for it; nothing for most."""
+        options = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
+        return {name: value for name, value in options.items() if value}
 
     @property
     def shown(self) -> str:
@@ -61,10 +71,16 @@ def collect(prompts: Sequence[Asked], file: str | Path | None = None, system: st
 
     Raises `InputError` when there are none, and for a conversation that has a system turn already.
     """
-    found = [Prompt(asked) for asked in prompts] + ([] if file is None else read_prompts(file, key="--file"))
+    found = [Prompt(readable(asked) if isinstance(asked, str) else asked) for asked in prompts]
+    found += [] if file is None else read_prompts(file, key="--file")
     if not found:
         raise InputError("there is nothing to answer", hint="give --prompt TEXT, or --file FILE")
-    return found if system is None else [_under(system, prompt) for prompt in found]
+    return found if system is None else [_under(readable(system), prompt) for prompt in found]
+
+
+def readable(text: str) -> str:
+    """Return text with U+FFFD for bytes that are none: Python hands them on as surrogates, which no tokenizer takes."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def read_prompts(path: str | Path, *, key: str) -> list[Prompt]:
@@ -97,9 +113,19 @@ def _from_row(line: str, where: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON: {error.msg}", where=where, hint="one JSON object a line") from None
-    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+    if not isinstance(row, dict):
+        raise InputError("not a JSON object", where=where, hint='{"prompt": "..."}')
+    try:
+        options = conversation_options(row)
+    except RowError as error:
+        raise InputError(str(error), where=where) from None
+    return replace(_asked_by(row, where), **options)
+
+
+def _asked_by(row: dict[str, Any], where: str) -> Prompt:
+    if isinstance(row.get("messages"), list):
         return _from_messages(row["messages"], where)
-    prompt = row.get("prompt") if isinstance(row, dict) else None
+    prompt = row.get("prompt")
     if isinstance(prompt, list):
         completion = row.get("completion")
         return _from_messages(prompt + (completion if isinstance(completion, list) else []), where)
@@ -125,4 +151,4 @@ def _under(system: str, prompt: Prompt) -> Prompt:
     turns = [{"role": "user", "content": prompt.asked}] if isinstance(prompt.asked, str) else prompt.asked
     if turns[0]["role"] == "system":
         raise InputError("--system: a prompt has a system turn of its own", hint="leave --system out")
-    return Prompt([{"role": "system", "content": system}, *turns], prompt.reference)
+    return replace(prompt, asked=[{"role": "system", "content": system}, *turns])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic import Field, GetJsonSchemaHandler, JsonValue, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -177,6 +177,11 @@ class Data(Section):
         "smaller step, weighed exactly.",
     )
     max_length: int = Field(1024, ge=2, description="Longest row, in tokens. Text tasks only.")
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Variables of the chat template, for instance {enable_thinking: false}, as apply_chat_template "
+        "takes them; for rows, prompts and answers alike. A row's own column `chat_template_kwargs` goes before them.",
+    )
     truncation: Literal["truncate", "drop", "split"] | None = Field(
         None,
         description="What becomes of a row longer than max_length. truncate: its end is cut off; drop: it is left out; "

@@ -8,11 +8,14 @@ templates and text, neither token ids nor tasks.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from .tasks.protocol import RowError
+from .template_variables import texts_of, unread
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]  # characters [start, end) of the rendered text
@@ -28,11 +31,15 @@ TRIMS: tuple[Callable[[str], str], ...] = (str, str.rstrip, lambda text: text.rs
 class Template:
     """A tokenizer's chat template, and what ends a turn in it."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer, self.variables = tokenizer, dict(variables or {})
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values() if str(token).strip()}
         self.added, self.special = _any_of(added), _any_of([token for token, special in added.items() if special])
         self.ending = self._usual_ending()
+
+    def using(self, variables: Mapping[str, Any]) -> Template:
+        """Return the template with values of its variables; raises `RowError` for one that it never reads."""
+        return _using(self, json.dumps(variables, sort_keys=True)) if variables else self
 
     def render(self, messages: Messages, tools: list[Any] | None, *, prompt: bool = False) -> str:
         """Return the text of a conversation; with `prompt`, up to where the assistant answers next.
@@ -41,7 +48,7 @@ class Template:
         """
         with _refusals():
             text: str = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **self.variables
             )
         return text
 
@@ -63,7 +70,7 @@ class Template:
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(None, tools),
                 return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                **{**self.tokenizer.special_tokens_map, **self.variables},
             )
         (text,), (spans,) = found
         return text, [(start, end) for start, end in spans]
@@ -85,6 +92,15 @@ class Template:
             return tail[: at + len(self.ending.strip())]
         found = re.match(rf"\s*(?:{self.added.pattern})", tail) or self.special.search(tail)
         return tail[: found.end()] if found else None
+
+
+@lru_cache(maxsize=64)
+def _using(template: Template, variables: str) -> Template:
+    """Return a template with other variables, found once; `variables` is JSON."""
+    given = json.loads(variables)
+    if problems := unread(given, texts_of(template.tokenizer.chat_template), "chat_template_kwargs"):
+        raise RowError(problems[0].what)
+    return Template(template.tokenizer, given)
 
 
 class _refusals:

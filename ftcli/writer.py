@@ -6,7 +6,7 @@ On one process and with plain transformers; knows nothing of terminals and of ho
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint_folder import checkpoints_of, damage, is_checkpoint, newest_intact, read_state
 from .errors import InputError
-from .generation import answer_of, check_room, encode_prompt
+from .generation import answer_of, check_room, encode_prompt, room_behind
 from .prompts import Answer, Asked, Prompt
 from .recipe import Model, Recipe
 from .recipe_file import load_recipe
 from .run_folder import RunFolder
+from .template_variables import FLAG, check_recipe, check_variables, texts_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +36,11 @@ class Writer:
     name: str
     tokenizer: Any
     model: Any
-    encode: Callable[[Asked], list[int]]
+    encode: Callable[..., list[int]]  # (what is asked, **Prompt.options) -> tokens
 
     def answers(self, prompts: Sequence[Prompt], choice: Choice, *, batch_size: int) -> Iterator[Answer]:
         """Yield an answer for each prompt, in order, as soon as its batch is done."""
-        encoded = [self.encode(prompt.asked) for prompt in prompts]
+        encoded = [self._encode(prompt) for prompt in prompts]
         check_room(self.model.config, encoded, choice.max_new_tokens)
         for first in range(0, len(prompts), batch_size):
             rows = range(first, min(first + batch_size, len(prompts)))
@@ -52,7 +53,7 @@ class Writer:
 
     def growing(self, prompt: Prompt, choice: Choice, *, number: int = 0) -> Iterator[Answer]:
         """Yield one answer as it grows, after each token: every text begins with the one before it."""
-        encoded, ids, shown = self.encode(prompt.asked), [], ""
+        encoded, ids, shown = self._encode(prompt), [], ""
         check_room(self.model.config, [encoded], choice.max_new_tokens)
         for (token,) in self._decode([encoded], choice, numbers=[number]):
             assert token is not None  # a single row is open until the end
@@ -62,6 +63,19 @@ class Writer:
                 shown = answer.text
             yield replace(answer, text=shown)
         yield self._answer(prompt, ids)
+
+    def fitting(self, prompt: Prompt, choice: Choice) -> Choice:
+        """Return the choice with no more new tokens than the model has positions left behind the prompt.
+
+        Raises `InputError` when there is none.
+        """
+        room = room_behind(self.model.config, self._encode(prompt))
+        if room is not None and room < 1:
+            raise InputError("the conversation is longer than the model has positions", hint="/undo, or /reset")
+        return choice if room is None else replace(choice, max_new_tokens=min(choice.max_new_tokens, room))
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt.asked, **prompt.options)
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -90,11 +104,33 @@ class Writer:
         return answer_of(self.tokenizer, prompt, ids, self.ends)
 
 
-def load_writer(target: str | Path, *, cpu: bool = False) -> Writer:
+@dataclass(frozen=True)
+class _Talk:
+    """What a call wants of the chat template, to be looked at before a model is loaded."""
+
+    variables: dict[str, Any]
+    is_needed: bool
+
+    def require_template(self, name: str, tokenizer: Any) -> None:
+        if self.is_needed and not tokenizer.chat_template:
+            raise InputError(
+                f"{name} has no chat template, so it cannot hold a conversation",
+                hint=f"let it go on from plain text: ftcli generate {name} --prompt TEXT",
+            )
+
+
+def load_writer(
+    target: str | Path,
+    *,
+    cpu: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    converses: bool = False,
+) -> Writer:
     """Return what answers for a run, a checkpoint, or a model's name or folder; says in one line what is loaded.
 
     A run answers with its final weights, else with its newest intact checkpoint, and is given prompts as its task
-    writes them. Raises `InputError` for what does not generate text.
+    writes them; `chat_template_kwargs` go before the variables of its recipe. Raises `InputError` for what does not
+    generate text, for a variable that nothing reads, and where it `converses`, for a tokenizer without a template.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -102,25 +138,32 @@ def load_writer(target: str | Path, *, cpu: bool = False) -> Writer:
     from .models import load_from_hub, load_tokenizer, quiet_libraries
 
     quiet_libraries()
-    name, path = str(target), Path(target)
+    name, path, talk = str(target), Path(target), _Talk(dict(chat_template_kwargs or {}), converses)
     use = torch.accelerator.is_available() and not cpu
     device = torch.accelerator.current_accelerator() if use else torch.device("cpu")
     assert device is not None
     if is_checkpoint(path):
         if problem := damage(path):
             raise InputError(problem, hint="`ftcli show RUN` lists the checkpoints of a run")
-        return _from_checkpoint(path, device)
+        return _from_checkpoint(path, device, talk)
     folder = RunFolder(path)
     if (folder.path / "recipe.yaml").exists():
-        return _from_run(folder, device)
+        return _from_run(folder, device, talk)
     section = Model(name=name)
     tokenizer = load_tokenizer(section)
+    talk.require_template(name, tokenizer)
+    check_variables(talk.variables, texts_of(tokenizer.chat_template), FLAG)
     say(f"loading {name} on {device}")
     model = load_from_hub(AutoModelForCausalLM, section, dtype=torch.float32).eval()
-    return Writer(name, tokenizer, model.to(device), lambda asked: encode_prompt(tokenizer, asked))
+
+    def encode(asked: Asked, *, chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any) -> list[int]:
+        variables = {**talk.variables, **(chat_template_kwargs or {})}
+        return encode_prompt(tokenizer, asked, chat_template_kwargs=variables, **options)
+
+    return Writer(name, tokenizer, model.to(device), encode)
 
 
-def _from_run(folder: RunFolder, device: torch.device) -> Writer:
+def _from_run(folder: RunFolder, device: torch.device, talk: _Talk) -> Writer:
     from .artifacts import load_plain
 
     recipe = load_recipe(folder.path / "recipe.yaml")
@@ -133,8 +176,8 @@ def _from_run(folder: RunFolder, device: torch.device) -> Writer:
             told = f"{folder.path} has no final weights yet, and no intact checkpoint"
             raise InputError(told, hint="`ftcli show RUN` tells how far it is")
         say(f"{folder.path} has no final weights yet; {found} answers")
-        return _from_checkpoint(found, device)
-    task = _task_of(recipe.model_copy(update={"model": Model(name=str(folder.final))}))
+        return _from_checkpoint(found, device, talk)
+    task = _task_of(recipe.model_copy(update={"model": Model(name=str(folder.final))}), talk, folder.path)
     if newer := folder.since_final():
         say(f"the run went on after these final weights: {newer} is newer")
     say(f"loading {folder.final} on {device}")
@@ -142,7 +185,7 @@ def _from_run(folder: RunFolder, device: torch.device) -> Writer:
     return Writer(str(folder.path), task.tokenizer, model, task.encode_prompt)
 
 
-def _from_checkpoint(path: Path, device: torch.device) -> Writer:
+def _from_checkpoint(path: Path, device: torch.device, talk: _Talk) -> Writer:
     """Return a checkpoint's model: that of its recipe, with the stored weights put in one at a time."""
     from .checkpoint import Stored
     from .trained_weights import adapter_values, build_model, check_names, put, put_buffers, whole_model
@@ -150,7 +193,7 @@ def _from_checkpoint(path: Path, device: torch.device) -> Writer:
     state = read_state(path)
     recipe = Recipe.model_validate(state["recipe"])
     _check_writes(recipe, str(path))
-    task = _task_of(recipe)
+    task = _task_of(recipe, talk, path)
     say(f"loading {path} on {device}")
     model = build_model(recipe, task, state["data"]["facts"]).float()
     check_names(model, state)
@@ -174,10 +217,18 @@ def _check_writes(recipe: Recipe, what: str) -> None:
         raise InputError(f"{what} did not train a model that generates text: its task is {recipe.task}")
 
 
-def _task_of(recipe: Recipe) -> Any:
+def _task_of(recipe: Recipe, talk: _Talk, where: Path) -> Any:
+    """Return a recipe's task, whose prompts have variables of the template besides the recipe's own."""
     from .tasks import build_task
 
-    return build_task(recipe)
+    if talk.variables:
+        variables = {**recipe.data.chat_template_kwargs, **talk.variables}
+        data = recipe.data.model_copy(update={"chat_template_kwargs": variables})
+        recipe = recipe.model_copy(update={"data": data})
+        check_recipe(recipe, FLAG)
+    task = build_task(recipe)
+    talk.require_template(str(where), task.tokenizer)
+    return task
 
 
 def _plain(model: Any) -> Any:

@@ -56,8 +56,8 @@ class Task(sft.Task):
         ids = ids if ids[-1:] == [end] else [*ids, end]
         return fit(ids, [True] * len(ids), self.recipe.data.max_length, self.recipe.data.truncation or "split")
 
-    def encode_prompt(self, asked: str | list[dict[str, Any]]) -> list[int]:
+    def encode_prompt(self, asked: str | list[dict[str, Any]], **options: Any) -> list[int]:
         """Return the tokens of a prompt: text as it stands, the beginning of a document."""
         from ..generation import encode_prompt
 
-        return encode_prompt(self.tokenizer, asked, as_chat=False)
+        return encode_prompt(self.tokenizer, asked, as_chat=False, **options)

@@ -113,8 +113,9 @@ class Writes(Protocol):
 
     tokenizer: Any
 
-    def encode_prompt(self, asked: str | list[dict[str, Any]]) -> list[int]:
+    def encode_prompt(self, asked: str | list[dict[str, Any]], **options: Any) -> list[int]:
         """Return the tokens of a prompt (text, or messages) up to where the answer begins.
 
-        Raises `InputError` for one that the model cannot be given.
+        `options` are the `tools` and `chat_template_kwargs` of prompts that have some (`prompts.Prompt`). Raises
+        `InputError` for one that the model cannot be given.
         """

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..attention import check_architecture, confine_to_documents, is_flash, is_flat
 from ..chat import TrainOn, encode_conversations, load_template
 from ..formats import convert
+from ..template_variables import check_variables, texts_of
 from .protocol import Batch, Row, RowError
 from .tokens import encode_completion, fit, flat_batch, padded_batch
 
@@ -63,6 +64,8 @@ class Task:
         self.tokenizer = load_tokenizer(recipe.model)
         if options.chat_template is not None:
             load_template(self.tokenizer, options.chat_template)
+        self.variables = recipe.data.chat_template_kwargs
+        check_variables(self.variables, texts_of(self.tokenizer.chat_template))
 
     def fingerprint(self) -> str:
         """Return a digest of the tokenizer, its special tokens and its chat template."""
@@ -97,6 +100,9 @@ class Task:
             [example["messages"] for _, example in conversations],
             tools=[example["tools"] for _, example in conversations],
             train_on=self.options.train_on,
+            chat_template_kwargs=[
+                {**self.variables, **example.get("chat_template_kwargs", {})} for _, example in conversations
+            ],
         )
         for (number, _), result in zip(conversations, encoded, strict=True):
             found[number] = result if isinstance(result, RowError) else self._fit(*result)
@@ -180,11 +186,23 @@ class Task:
         """Write the tokenizer with its chat template."""
         self.tokenizer.save_pretrained(folder)
 
-    def encode_prompt(self, asked: str | list[dict[str, Any]]) -> list[int]:
+    def encode_prompt(
+        self,
+        asked: str | list[dict[str, Any]],
+        *,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
         """Return the tokens of a prompt as rows are written: text is a user's turn where rows become turns."""
         from ..generation import encode_prompt
 
-        return encode_prompt(self.tokenizer, asked, as_chat=self.options.chat == "auto")
+        return encode_prompt(
+            self.tokenizer,
+            asked,
+            as_chat=self.options.chat == "auto",
+            tools=tools,
+            chat_template_kwargs={**self.variables, **(chat_template_kwargs or {})},
+        )
 
     def probe(self, batch: Batch) -> Batch:
         """Return what the plain model takes to give logits."""

@@ -64,6 +64,8 @@ LIGHT_MODULES = [
     "generation",
     "conversation",
     "recipe_file",
+    "template_variables",
+    "terminal",
     "validation",
 ]
 

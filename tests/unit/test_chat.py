@@ -34,8 +34,9 @@ def as_the_template_sees_it(messages: list[dict[str, Any]]) -> list[dict[str, An
     return seen
 
 
-def reference_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
-    return list(tokenizer.apply_chat_template(as_the_template_sees_it(messages), tools=tools, return_dict=False))
+def reference_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None, **variables: Any) -> list[int]:
+    seen = as_the_template_sees_it(messages)
+    return list(tokenizer.apply_chat_template(seen, tools=tools, tokenize=True, return_dict=False, **variables))
 
 
 @pytest.mark.parametrize("case", RENDERED, ids=titled)
@@ -43,7 +44,8 @@ def test_ids_are_the_templates_and_the_mask_is_what_was_written_by_hand(case: Ca
     tokenizer, _ = read_table(case.table)
     ids, trained = chat.encode_conversation(tokenizer, case.messages, tools=case.tools, **case.options)
     assert brackets(tokenizer, ids, trained) == case.rendered
-    assert ids == reference_ids(tokenizer, case.messages, case.tools)
+    variables = case.options.get("chat_template_kwargs", {})
+    assert ids == reference_ids(tokenizer, case.messages, case.tools, **variables)
     if tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id:
         assert ids[1] != tokenizer.bos_token_id
 
@@ -70,6 +72,17 @@ def test_many_conversations_at_once_give_what_each_gives_alone(table: str) -> No
             assert each == chat.encode_conversation(tokenizer, case.messages, tools=case.tools)
         else:
             assert str(each).startswith(case.refused)
+
+
+def test_variables_of_one_conversation_are_not_those_of_the_next() -> None:
+    tokenizer, _ = read_table("qwen3")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    given = [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"enable_thinking": False}, {}]
+    found = chat.encode_conversations(tokenizer, [messages] * 5, chat_template_kwargs=given)
+    trained = [sum(mask) for _, mask in found]
+    assert trained[0] == trained[2] == trained[4] > trained[1] == trained[3]
+    for each, variables in zip(found, given, strict=True):
+        assert each[0] == reference_ids(tokenizer, messages, **variables)
 
 
 def test_generation_marks_give_transformers_own_assistant_mask() -> None:

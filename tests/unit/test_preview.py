@@ -313,3 +313,41 @@ def test_packed_rows_of_several_sources_are_shown_as_they_are_trained(write: Wri
     assert f"packing {bins} packed rows, {fill:.1f} % full" in lines
     (shown,) = preview_data(recipe, row=9).rows
     assert shown.source == "train"
+
+
+def test_evaluation_rows_are_shown_as_they_are_measured_with_the_numbers_of_all_rows(write: Write) -> None:
+    recipe = write(different(4), [turn("another", "one"), turn("a\nthird", "two")], max_length=64)
+    found = preview_data(recipe, split="eval")
+    assert [(row.source.rpartition("/")[2], row.number, row.step) for row in found.rows] == [
+        ("eval", 1, None),
+        ("eval", 2, None),
+    ]
+    lines = found.lines()
+    assert lines[0] == "⟦measured⟧, <special token>, read only"
+    assert lines[2].endswith("row 1 of eval, evaluation, 33 tokens, 4 measured")
+    assert "⟦one<|im_end|>⟧↵" in lines
+    assert found.statistics == preview_data(recipe).statistics
+    tokens = [line for line in lines if line.startswith("  tokens")]
+    assert " trained (" in tokens[0] and " measured (" in tokens[1]
+    page = found.as_page()
+    assert "row 1 of eval, evaluation" in page and ", measured" in page and "third" in page
+    assert [row["split"] for row in found.as_dict()["rows"]] == ["eval", "eval"]
+    (second,) = preview_data(recipe, split="eval", row=2).rows
+    assert "third" in "".join(span.text for span in second.head)
+    with pytest.raises(InputError, match="row 3 is not among the 2 rows that are evaluated on"):
+        preview_data(recipe, split="eval", row=3)
+
+
+def test_rows_that_are_held_out_are_shown_and_without_any_there_are_none(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = write(different(6), eval_rows=2)
+    numbers = [{row.number for row in preview_data(held, split=split, rows=9).rows} for split in ("train", "eval")]
+    assert len(numbers[1]) == 2 and numbers[0] | numbers[1] == set(range(1, 7))
+    none = write(different(4))
+    for arguments in (["--split", "eval"], ["--split", "tests"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["preview", str(none), *arguments])
+        assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "the recipe has no evaluation rows" in told and "set data.eval or data.eval_rows" in told

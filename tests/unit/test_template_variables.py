@@ -1,0 +1,206 @@
+"""Variables of chat templates: which a template reads, whether it asks what day it is, and where they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli import checks
+from ftcli.cache import prepare_rows
+from ftcli.chat import encode_conversations
+from ftcli.data_survey import survey_data
+from ftcli.errors import InputError
+from ftcli.recipe import Recipe
+from ftcli.tasks import build_task
+from ftcli.tasks.protocol import RowError
+from ftcli.template_variables import (
+    check_variables,
+    dated,
+    parse_variables,
+    templates_of,
+    texts_of,
+    variables_of,
+)
+from ftcli.testing import save_tiny_causal, tiny_tokenizer
+
+from .chat_tables import FOLDER, read_table
+
+THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and thinking is defined and not thinking %}-{% endif %}"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if thinking is defined and not thinking %}-{% endif %}"
+    "{% endif %}"
+)
+CLOCK = "{{ strftime_now('%d %b %Y') }}"
+ROWS = [{"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"a{n}"}]} for n in "abcd"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = save_tiny_causal(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(THINKING)
+    return folder
+
+
+def recipe_of(model: Path, rows: list[dict[str, Any]], **data: Any) -> Recipe:
+    path = model.parent / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return Recipe.model_validate(
+        {
+            "task": "sft",
+            "model": {"name": str(model)},
+            "data": {"train": str(path), **data},
+            "batch": {"global_size": 2},
+            "train": {"max_steps": 1},
+            "optimizer": {"learning_rate": 1e-3},
+        }
+    )
+
+
+def write(recipe: Recipe, folder: Path) -> Path:
+    path = folder / "r.yaml"
+    path.write_text(json.dumps(recipe.model_dump(mode="json")))
+    return path
+
+
+def texts(recipe: Recipe) -> list[str]:
+    task = build_task(recipe)
+    return [task.tokenizer.decode(row["input_ids"]) for row in prepare_rows(recipe, task).train]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("table", sorted(path.stem for path in FOLDER.glob("*.txt")))
+def test_a_template_reads_some_of_the_names_that_transformers_finds(table: str) -> None:
+    from transformers.utils.chat_template_utils import _get_template_variables
+
+    source = read_table(table)[0].chat_template
+    found = variables_of((source,))
+    assert found is not None and "messages" in found and found <= _get_template_variables(source)
+
+
+def test_names_that_a_template_sets_before_it_reads_them_are_no_variables() -> None:
+    qwen = read_table("qwen3")[0].chat_template  # which sets reasoning_content in one branch and reads it in another
+    assert variables_of((qwen,)) == {"messages", "tools", "add_generation_prompt", "enable_thinking"}
+    assert variables_of(("{% set x = x + y %}{{ x }}",)) == {"x", "y"}
+    assert variables_of(("{% if a %}{% set x = 1 %}{% endif %}{{ x }}",)) == {"a"}
+    assert variables_of(("{% if", qwen)) is None
+
+
+def test_variables_that_say_nothing_are_refused() -> None:
+    refused = {
+        "thinkin": "never reads thinkin\n    did you mean 'thinking'?",
+        "documents": "never reads documents\n    it reads thinking",
+        "add_generation_prompt": "add_generation_prompt is given with each conversation",
+        "chat_template": "is no variable of a chat template\n    task_options.chat_template takes a template",
+    }
+    for name, told in refused.items():
+        with pytest.raises(InputError) as caught:
+            check_variables({name: True}, (THINKING,))
+        assert told in str(caught.value)
+    with pytest.raises(InputError, match="thinking is for a chat template, and there is none"):
+        check_variables({"thinking": True}, ())
+    check_variables({"thinking": None}, (THINKING,))
+
+
+def test_a_command_line_gives_words_or_an_object() -> None:
+    found = parse_variables(["thinking=false", 'documents=[{"title": "a"}]', "day=26 Jul 2024", '{"b": null}'])
+    assert found == {"thinking": False, "documents": [{"title": "a"}], "day": "26 Jul 2024", "b": None}
+    for wrong in (["thinking"], ["=1"], ["a b=1"], ["a=1", "a=2"], ["a=1", '{"a": 1}']):
+        with pytest.raises(InputError, match="--chat-template-kwargs"):
+            parse_variables(wrong)
+
+
+def test_what_fixes_the_day_is_found_by_rendering() -> None:
+    day = read_table("dated")[0].chat_template
+    assert dated((day,), {}) == 'set data.chat_template_kwargs: {date_string: "26 Jul 2024"}'
+    assert dated((day,), {"date_string": "24 Dec 2025"}) is None
+    assert "day written out" in (dated((CLOCK,), {}) or "")
+    assert "day written out" in (dated(("{% if tools %}" + CLOCK + "{% endif %}",), {}) or "")
+    assert dated(("{% if clock %}" + CLOCK + "{% endif %}",), {}) is None
+    assert "day written out" in (dated(("{% if clock %}" + CLOCK + "{% endif %}",), {"clock": True}) or "")
+    assert dated((THINKING,), {}) is None
+
+
+def test_templates_are_read_from_files_as_the_tokenizer_reads_them(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    for template in (THINKING, {"default": THINKING, "tool_use": CLOCK}, None):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        (folder / "config.json").write_text("{}")
+        recipe = recipe_of(folder, ROWS)
+        assert sorted(templates_of(recipe) or ()) == sorted(texts_of(template))
+    old = json.loads((folder / "tokenizer_config.json").read_text())
+    for known in (THINKING, [{"name": "default", "template": THINKING}]):
+        (folder / "tokenizer_config.json").write_text(json.dumps(old | {"chat_template": known}))
+        assert templates_of(recipe) == (THINKING,)
+    other = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": "someone/model"})})
+    assert templates_of(other) is None
+
+
+def test_rows_are_rendered_with_the_recipes_variables_and_their_own_before_them(model: Path) -> None:
+    plain = texts(recipe_of(model, ROWS))
+    assert plain[0].endswith("<|im_start|>assistant\naa<|im_end|>\n")
+    given = recipe_of(model, ROWS, chat_template_kwargs={"thinking": False})
+    assert [text.replace("\n-a", "\na") for text in texts(given)] == plain != texts(given)
+    own = [
+        ROWS[0] | {"chat_template_kwargs": {"thinking": True}},
+        ROWS[1],
+        ROWS[2] | {"chat_template_kwargs": {"thinking": None}},  # what a table writes for a key that a row lacks
+        {"prompt": "qd", "completion": "ad", "chat_template_kwargs": '{"thinking": false}'},
+    ]
+    assert [text.split("\n")[-2][0] for text in texts(recipe_of(model, own[:3]))] == ["a"] * 3
+    mixed = texts(recipe_of(model, own[:3], chat_template_kwargs={"thinking": False}))
+    assert [text.split("\n")[-2][0] for text in mixed] == ["a", "-", "-"]
+    assert texts(recipe_of(model, own[3:] * 2))[0].endswith("\n-ad<|im_end|>\n")
+    with pytest.raises(InputError, match="never reads thinkin"):
+        texts(recipe_of(model, [ROWS[0] | {"chat_template_kwargs": {"thinkin": True}}]))
+
+
+def test_what_is_remembered_of_a_template_is_not_taken_for_other_variables() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING
+    rows = [row["messages"] for row in ROWS * 6]
+    given: list[dict[str, Any]] = [{}, {}, {}, {"thinking": False}, {"thinking": True}, {"thinking": False}] * 4
+    for each, messages, variables in zip(
+        encode_conversations(tokenizer, rows, chat_template_kwargs=given), rows, given, strict=True
+    ):
+        assert not isinstance(each, RowError)
+        assert each[0] == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **variables)
+
+
+def test_other_variables_are_other_rows_and_none_are_the_rows_of_before(model: Path) -> None:
+    def fingerprint(**data: Any) -> str:
+        recipe = recipe_of(model, ROWS, **data)
+        return prepare_rows(recipe, build_task(recipe)).fingerprint
+
+    off, on = ({"chat_template_kwargs": {"thinking": value}} for value in (False, True))
+    assert len({fingerprint(), fingerprint(**off), fingerprint(**on)}) == 3
+    assert fingerprint() == fingerprint(chat_template_kwargs={})
+
+
+def test_check_refuses_a_variable_that_nothing_reads_before_anything_is_loaded(model: Path) -> None:
+    wrong = write(recipe_of(model, ROWS, chat_template_kwargs={"thinkin": True}), model.parent)
+    with pytest.raises(InputError, match="data.chat_template_kwargs: the chat template never reads thinkin"):
+        checks.check(wrong)
+    for task in ("pretrain", "text_classification"):
+        with pytest.raises(InputError, match=f"task {task} renders no chat template"):
+            checks.check(wrong, overrides=[f"task={task}", "data.columns={text: messages, label: messages}"])
+    right = checks.check(wrong, overrides=["data.chat_template_kwargs={thinking: false}"])
+    assert not [note for note in right.notes if "date" in note]
+
+
+def test_check_and_preview_say_that_a_template_writes_todays_date_and_how_to_fix_it(model: Path) -> None:
+    (model / "chat_template.jinja").write_text(read_table("dated")[0].chat_template)
+    recipe = write(recipe_of(model, ROWS), model.parent)
+    told, hint = "the chat template writes today's date into the rows", '{date_string: "26 Jul 2024"}'
+    (note,) = [note for note in checks.check(recipe).notes if "date" in note]
+    assert told in note and hint in note
+    (finding,) = [finding for finding in survey_data(recipe).findings if told in finding.what]
+    assert finding.level == "warning" and hint in finding.hint
+    fixed = [f"data.chat_template_kwargs={hint}"]
+    assert not [note for note in checks.check(recipe, overrides=fixed).notes if "date" in note]
+    assert not [finding for finding in survey_data(recipe, overrides=fixed).findings if told in finding.what]

@@ -7,6 +7,7 @@ recipe; here it is counted, and rows with nothing to train on are left out. This
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -186,7 +187,8 @@ def _counted(number: int, found: list[Row] | RowError, counts: Counts) -> list[R
 def _column(name: str, values: list[Any]) -> pa.Array:
     import pyarrow as pa
 
-    return pa.array(values, type=pa.list_(pa.int32()) if name == "input_ids" else None)
+    known = {"input_ids": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_())}
+    return pa.array(values, type=known.get(name))
 
 
 def _on_processes(work: Callable[[int], Counts], chunks: int, processes: int) -> Iterator[Counts]:
@@ -240,6 +242,7 @@ def _work_off(work: Callable[[int], Counts], chunks: int, taken: Any, pipe: Conn
     """Do chunks until none is left, in a copy of the process that waits for them."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its copies
+    gc.freeze()  # what was there before the copy stays: looking through it again and again would copy all its pages
     try:
         while os.getppid() == parent:
             with taken.get_lock():

@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .skeletons import Skeletons, Span
 from .tasks.protocol import RowError
 
 Messages = list[dict[str, Any]]
-Span = tuple[int, int]  # characters [start, end) of the rendered text
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -33,6 +33,7 @@ class Template:
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values() if str(token).strip()}
         self.added, self.special = _any_of(added), _any_of([token for token, special in added.items() if special])
         self.ending = self._usual_ending()
+        self.skeletons = Skeletons(tokenizer.get_chat_template(None, None), tokenizer.special_tokens_map, self.ending)
 
     def render(self, messages: Messages, tools: list[Any] | None, *, prompt: bool = False) -> str:
         """Return the text of a conversation; with `prompt`, up to where the assistant answers next.

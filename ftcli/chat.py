@@ -71,7 +71,9 @@ def _encode(tokenizer: Any, rendered: list[tuple[str, Plan]]) -> list[Encoded | 
     found: list[Any] = [None] * len(rendered)
     if (token_bytes := _token_bytes(tokenizer)) is not None:
         tokenizer("", add_special_tokens=False)  # it sets up its backend for this kind of call
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast([text for text, _ in rendered], add_special_tokens=False)
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(
+            [text for text, _ in rendered], add_special_tokens=False
+        )
         for index, ((text, plan), encoding) in enumerate(zip(rendered, encodings, strict=True)):
             ids = encoding.ids
             if (trained := _mask_by_bytes(token_bytes, ids, text, plan)) is not None:
@@ -154,8 +156,13 @@ def checked_messages(messages: Any) -> tuple[Messages, list[bool | None]]:
     """
     if not isinstance(messages, list) or not messages:
         raise RowError("messages must be a list of {role, content}")
-    turns, wishes = [], []
+    turns: Messages = []
+    wishes: list[bool | None] = []
     for number, message in enumerate(messages, start=1):
+        if _is_plain(message):
+            turns.append(message)
+            wishes.append(None)
+            continue
         if not isinstance(message, dict):
             raise RowError(f"message {number} has no text `content`")
         turn = {key: value for key, value in message.items() if value is not None}
@@ -174,6 +181,16 @@ def checked_messages(messages: Any) -> tuple[Messages, list[bool | None]]:
         turns.append(turn)
         wishes.append(wish)
     return turns, wishes
+
+
+def _is_plain(message: Any) -> bool:
+    """Say whether a message is a role and a text and no more, as most are."""
+    return (
+        isinstance(message, dict)
+        and len(message) == 2
+        and isinstance(message.get("content"), str)
+        and message.get("role") in ROLES
+    )
 
 
 def _joined(parts: list[Any], number: int) -> str:
@@ -199,6 +216,8 @@ def _chosen(turns: Messages, wishes: list[bool | None], train_on: TrainOn) -> li
     chosen = []
     for index, (turn, wish) in enumerate(zip(turns, wishes, strict=True)):
         assistant = turn["role"] == "assistant"
+        if not assistant and wish is None:
+            continue
         if not assistant and wish is not None and wish != (train_on == "all"):
             raise RowError(f"message {index + 1} has train: {str(wish).lower()}, and only the assistant's turns can")
         default = train_on == "all" or (assistant and (train_on == "assistant" or index == len(turns) - 1))
@@ -207,7 +226,8 @@ def _chosen(turns: Messages, wishes: list[bool | None], train_on: TrainOn) -> li
             continue
         if (
             trained
-            and not any(turn.get(key, "").strip() for key in ("content", *REASONING))
+            and not turn.get("content", "").strip()
+            and not any(turn.get(key, "").strip() for key in REASONING)
             and "tool_calls" not in turn
         ):
             raise RowError(f"message {index + 1} is the assistant's and empty; `train: false` on it leaves it out")
@@ -223,7 +243,7 @@ def _require_shown(turns: Messages, text: str) -> None:
 
 
 def _mask_by_bytes(token_bytes: TokenBytes, ids: list[int], text: str, plan: Plan) -> list[bool] | None:
-    """Return what `_mask` does from ids alone; None where that takes offsets: a token lies across a turn's beginning."""
+    """Return what `_mask` does, from ids alone; None where it takes offsets: a token lies across a turn's beginning."""
     outside, spans = plan
     mask = [outside] * len(ids)
     if not spans:

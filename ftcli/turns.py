@@ -33,7 +33,8 @@ class Template:
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values() if str(token).strip()}
         self.added, self.special = _any_of(added), _any_of([token for token, special in added.items() if special])
         self.ending = self._usual_ending()
-        self.skeletons = Skeletons(tokenizer.get_chat_template(None, None), tokenizer.special_tokens_map, self.ending)
+        source = tokenizer.get_chat_template(None, None) if tokenizer.chat_template else ""
+        self.skeletons = Skeletons(source, tokenizer.special_tokens_map, self.ending)
 
     def render(self, messages: Messages, tools: list[Any] | None, *, prompt: bool = False) -> str:
         """Return the text of a conversation; with `prompt`, up to where the assistant answers next.

@@ -113,3 +113,19 @@ def test_masks_from_the_bytes_of_tokens_are_those_from_offsets(answer: str, monk
     assert chat._token_bytes(tokenizer) is not None
     monkeypatch.setattr(chat, "_token_bytes", lambda tokenizer: None)
     assert chat.encode_conversations(tokenizer, turns) == by_bytes
+
+
+def test_a_tokenizer_without_a_template_has_no_conversations_and_that_is_no_error() -> None:
+    tokenizer = build_tokenizer("<s> </s> bos=<s> eos=</s>", "")
+    tokenizer.chat_template = None
+    assert chat.encode_conversations(tokenizer, []) == []
+
+
+def test_a_tokenizer_whose_tokens_are_not_bytes_tells_by_offsets() -> None:
+    from tokenizers import pre_tokenizers
+
+    other = build_tokenizer("<|im_start|> <|im_end|> eos=<|im_end|>", CHATML)
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert chat._token_bytes(other) is None
+    ids, trained = chat.encode_conversation(other, turns_of(SHAPES[0], ["Hi", "Yo"]))
+    assert other.decode([id_ for id_, flag in zip(ids, trained, strict=True) if flag]).strip() == "Yo<|im_end|>"

@@ -1,9 +1,12 @@
 """How fast rows are prepared: `ftcli tokenize` against the tokenizer's own encode_batch on as many threads.
 
-    benchmarks/tokenizing.py [--rows 200000] [--task pretrain] [--model asset:smollm2-135m-instruct]
+    benchmarks/tokenizing.py [--rows 200000] [--task pretrain] [--sentences 6] [--model asset:smollm2-135m-instruct]
 
-Prints rows and tokens a second of both, and their ratio. The rows are paragraphs of Python's documentation strings,
-put together at random; encode_batch is given the very texts that the rows become, in lists of 1000.
+The rows are first sentences of Python's documentation strings, put together at random: texts, or conversations of 1 to
+3 exchanges with texts, of 1 to `--sentences` each. encode_batch is given the very texts that the rows become, rendered
+beforehand, in lists of 1000. All are timed in turns, `--rounds` times, and medians are told: `ftcli tokenize` from
+the file to the finished cache, the part of it that is encoding, encode_batch, and encode_batch_fast, which gives no
+offsets.
 """
 
 from __future__ import annotations
@@ -12,13 +15,15 @@ import argparse
 import json
 import os
 import random
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ftcli.cache
 from ftcli.asset_rows import documented_functions
-from ftcli.cache import prepare_rows
 from ftcli.encoding import usable_processors
 from ftcli.models import quiet_libraries
 from ftcli.recipe import Recipe
@@ -26,47 +31,77 @@ from ftcli.rows import local_path
 from ftcli.tasks import build_task
 
 
-def write_rows(path: Path, rows: int, task: str) -> None:
-    """Write texts of 1 to 6 sentences, or conversations of 1 to 3 turns with them."""
+def write_rows(path: Path, rows: int, task: str, sentences: int) -> None:
+    """Write texts, or conversations of 1 to 3 exchanges with them."""
     draw, told = random.Random(0), [row.text for row in documented_functions()]
+
+    def text() -> str:
+        return " ".join(draw.choices(told, k=draw.randint(1, sentences)))
+
     with path.open("w") as file:
         for _ in range(rows):
             if task == "pretrain":
-                row: dict[str, Any] = {"text": " ".join(draw.choices(told, k=draw.randint(1, 6)))}
+                row: dict[str, Any] = {"text": text()}
             else:
-                pairs = [draw.choices(told, k=2) for _ in range(draw.randint(1, 3))]
-                turns = [(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
-                row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+                roles = ("user", "assistant") * draw.randint(1, 3)
+                row = {"messages": [{"role": role, "content": text()} for role in roles]}
             file.write(json.dumps(row) + "\n")
 
 
-def time_tokenizer(path: Path, task: Any) -> tuple[float, int]:
-    """Return (seconds, tokens) of encode_batch alone, on texts that are rendered beforehand."""
+def texts_of(path: Path, task: Any) -> list[str]:
+    """Return what the rows become, as text."""
     rows = [json.loads(line) for line in path.open()]
-    texts = [
+    return [
         row["text"] if "text" in row else task.tokenizer.apply_chat_template(row["messages"], tokenize=False)
         for row in rows
     ]
-    backend = task.tokenizer.backend_tokenizer
-    backend.encode_batch(texts[:1000])
+
+
+def time_tokenizer(encode: Callable[..., Any], texts: list[str]) -> tuple[float, int]:
+    """Return (seconds, tokens) of the tokenizer alone."""
     started, tokens = time.perf_counter(), 0
     for start in range(0, len(texts), 1000):
-        tokens += sum(len(found) for found in backend.encode_batch(texts[start : start + 1000]))
+        tokens += sum(len(found) for found in encode(texts[start : start + 1000]))
     return time.perf_counter() - started, tokens
 
 
+def time_ours(recipe: Recipe, task: Any, folder: Path) -> tuple[float, float, int]:
+    """Return (seconds, those of them that are encoding, tokens) of rows that nobody prepared before."""
+    os.environ["FTCLI_CACHE"] = str(folder)
+    __import__("datasets").config.HF_DATASETS_CACHE = folder / "datasets"
+    encode_source, spent = ftcli.cache.encode_source, []
+
+    def timed(*given: Any, **named: Any) -> Any:
+        started = time.perf_counter()
+        counts = encode_source(*given, **named)
+        spent.append(time.perf_counter() - started)
+        return counts
+
+    ftcli.cache.encode_source = timed
+    started = time.perf_counter()
+    prepared = ftcli.cache.prepare_rows(recipe, task)
+    seconds = time.perf_counter() - started
+    ftcli.cache.encode_source = encode_source
+    return seconds, sum(spent), prepared.tokens
+
+
 def main() -> None:
-    """Measure both, in this order, and print one fact a line."""
+    """Measure all in turns, and print one fact a line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--task", choices=("pretrain", "sft"), default="pretrain")
+    parser.add_argument("--sentences", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="asset:smollm2-135m-instruct")
     given = parser.parse_args()
     quiet_libraries()
     os.environ["RAYON_NUM_THREADS"] = str(usable_processors())
+    names = ("ftcli tokenize", "its encoding", "encode_batch", "encode_batch_fast")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    tokens: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
-        write_rows(path, given.rows, given.task)
+        write_rows(path, given.rows, given.task, given.sentences)
         recipe = Recipe.model_validate(
             {
                 "task": given.task,
@@ -78,16 +113,21 @@ def main() -> None:
             }
         )
         task = build_task(recipe)
-        os.environ["FTCLI_CACHE"] = folder  # the rows must be new
-        started = time.perf_counter()
-        prepared = prepare_rows(recipe, task)
-        ours, tokens = time.perf_counter() - started, prepared.tokens
-        theirs, alone = time_tokenizer(path, task)
-    print(f"processors          {usable_processors()}")
-    for name, seconds, count in (("ftcli tokenize", ours, tokens), ("encode_batch", theirs, alone)):
-        speed = f"{given.rows / seconds:9,.0f} rows/s  {count / seconds:11,.0f} tokens/s"
-        print(f"{name:<18}{seconds:7.1f} s  {speed}")
-    print(f"ratio               {(tokens / ours) / (alone / theirs):.2f}")
+        texts, backend = texts_of(path, task), task.tokenizer.backend_tokenizer
+        for number in range(given.rounds):
+            whole, encoding, count = time_ours(recipe, task, Path(folder) / str(number))
+            seconds[names[0]].append(whole)
+            seconds[names[1]].append(encoding)
+            tokens |= {names[0]: count, names[1]: count}
+            for name in names[2:]:
+                spent, tokens[name] = time_tokenizer(getattr(backend, name), texts)
+                seconds[name].append(spent)
+    print(f"processors          {usable_processors()}, {given.rounds} rounds, {given.rows:,} rows")
+    speeds = {name: tokens[name] / statistics.median(spent) for name, spent in seconds.items()}
+    for name, spent in seconds.items():
+        ratio = f"{speeds[name] / speeds['encode_batch']:.2f} of encode_batch"
+        each = " ".join(f"{one:.2f}" for one in spent)
+        print(f"{name:<18}{statistics.median(spent):7.2f} s  {speeds[name]:11,.0f} tokens/s  {ratio}  ({each})")
 
 
 if __name__ == "__main__":

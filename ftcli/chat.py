@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 from .errors import InputError
 from .tasks.protocol import RowError
+from .token_bytes import TokenBytes
 from .turns import REASONING, Messages, Span, Template, find_turns, marked_turns
 
 TrainOn = Literal["assistant", "last", "all"]
 Encoded = tuple[list[int], list[bool]]  # ids and, for each, whether it is trained
+Plan = tuple[bool, list[Span]]  # whether what is outside the spans is trained; inside them it is the opposite
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -69,15 +71,30 @@ def encode_conversations(
             found.append(_render(template.using(variables), messages, of_it, train_on))
         except RowError as error:
             found.append(error)
-    texts = [each[0] for each in found if not isinstance(each, RowError)]
-    if texts:
+    rendered = [each for each in found if not isinstance(each, RowError)]
+    encoded = iter(_encode(tokenizer, rendered))
+    return [each if isinstance(each, RowError) else next(encoded) for each in found]
+
+
+def _encode(tokenizer: Any, rendered: list[tuple[str, Plan]]) -> list[Encoded | RowError]:
+    """Return (ids, trained) of each text with its plan: from ids alone where the tokens are its bytes."""
+    found: list[Any] = [None] * len(rendered)
+    if (token_bytes := _token_bytes(tokenizer)) is not None:
+        tokenizer("", add_special_tokens=False)  # it sets up its backend for this kind of call
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(
+            [text for text, _ in rendered], add_special_tokens=False
+        )
+        for index, ((text, plan), encoding) in enumerate(zip(rendered, encodings, strict=True)):
+            ids = encoding.ids
+            if (trained := _mask_by_bytes(token_bytes, ids, text, plan)) is not None:
+                found[index] = (ids, trained)
+    if rest := [index for index, each in enumerate(found) if each is None]:
+        texts = [rendered[index][0] for index in rest]
         batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
-        tokens = iter(zip(batch["input_ids"], batch.encodings, strict=True))
-    for index, each in enumerate(found):
-        if not isinstance(each, RowError):
-            ids, encoding = next(tokens)
+        for index, ids, encoding in zip(rest, batch["input_ids"], batch.encodings, strict=True):
+            text, plan = rendered[index]
             try:
-                found[index] = (ids, _mask(each[0], encoding.offsets, each[1]))
+                found[index] = (ids, _mask(text, encoding.offsets, plan))
             except RowError as error:
                 found[index] = error
     return found
@@ -110,10 +127,16 @@ def _template(tokenizer: Any, source: str) -> Template:
     return Template(tokenizer)
 
 
-def _render(
-    template: Template, messages: Any, tools: list[Any] | None, train_on: TrainOn
-) -> tuple[str, tuple[bool, list[Span]]]:
-    """Return (text, (trained outside the spans, spans)) of one conversation; inside them it is the opposite."""
+@lru_cache(maxsize=2)
+def _token_bytes(tokenizer: Any) -> TokenBytes | None:
+    """Return the bytes of a tokenizer's tokens; None when its tokens are not made of bytes."""
+    found, probe = TokenBytes(tokenizer.backend_tokenizer), "a b\n"
+    ids = tokenizer(probe, add_special_tokens=False)["input_ids"]
+    return None if found.ends(ids, probe.encode()) is None else found
+
+
+def _render(template: Template, messages: Any, tools: list[Any] | None, train_on: TrainOn) -> tuple[str, Plan]:
+    """Return one conversation as text, and which of its characters are trained."""
     turns, wishes = checked_messages(messages)
     tools = tools or None
     if tools and not template.takes_tools(tools):
@@ -121,6 +144,9 @@ def _render(
     chosen = _chosen(turns, wishes, train_on)
     if train_on != "all" and not any(turn["role"] == "assistant" for turn in turns):
         raise RowError("no message is the assistant's, so nothing would be trained")
+    if not tools and (filled := template.skeletons.fill(turns, chosen)) is not None:
+        text, spans = filled
+        return text, (train_on == "all", [spans[index] for index in chosen])
     if chosen and template.has_marks(tools):
         text, marked = template.render_marked(turns, tools)
         spans = marked_turns(template, turns, text, marked)
@@ -128,6 +154,8 @@ def _render(
         text = template.render(turns, tools)
         spans = find_turns(template, turns, tools, text, chosen)
     _require_shown(turns, text)
+    if not tools:
+        template.skeletons.learn(turns, chosen, text, spans)
     return text, (train_on == "all", [spans[index] for index in chosen])
 
 
@@ -138,8 +166,13 @@ def checked_messages(messages: Any) -> tuple[Messages, list[bool | None]]:
     """
     if not isinstance(messages, list) or not messages:
         raise RowError("messages must be a list of {role, content}")
-    turns, wishes = [], []
+    turns: Messages = []
+    wishes: list[bool | None] = []
     for number, message in enumerate(messages, start=1):
+        if _is_plain(message):
+            turns.append(message)
+            wishes.append(None)
+            continue
         if not isinstance(message, dict):
             raise RowError(f"message {number} has no text `content`")
         turn = {key: value for key, value in message.items() if value is not None}
@@ -158,6 +191,16 @@ def checked_messages(messages: Any) -> tuple[Messages, list[bool | None]]:
         turns.append(turn)
         wishes.append(wish)
     return turns, wishes
+
+
+def _is_plain(message: Any) -> bool:
+    """Say whether a message is a role and a text and no more, as most are."""
+    return (
+        isinstance(message, dict)
+        and len(message) == 2
+        and isinstance(message.get("content"), str)
+        and message.get("role") in ROLES
+    )
 
 
 def _joined(parts: list[Any], number: int) -> str:
@@ -183,6 +226,8 @@ def _chosen(turns: Messages, wishes: list[bool | None], train_on: TrainOn) -> li
     chosen = []
     for index, (turn, wish) in enumerate(zip(turns, wishes, strict=True)):
         assistant = turn["role"] == "assistant"
+        if not assistant and wish is None:
+            continue
         if not assistant and wish is not None and wish != (train_on == "all"):
             raise RowError(f"message {index + 1} has train: {str(wish).lower()}, and only the assistant's turns can")
         default = train_on == "all" or (assistant and (train_on == "assistant" or index == len(turns) - 1))
@@ -191,7 +236,8 @@ def _chosen(turns: Messages, wishes: list[bool | None], train_on: TrainOn) -> li
             continue
         if (
             trained
-            and not any(turn.get(key, "").strip() for key in ("content", *REASONING))
+            and not turn.get("content", "").strip()
+            and not any(turn.get(key, "").strip() for key in REASONING)
             and "tool_calls" not in turn
         ):
             raise RowError(f"message {index + 1} is the assistant's and empty; `train: false` on it leaves it out")
@@ -206,7 +252,28 @@ def _require_shown(turns: Messages, text: str) -> None:
             raise RowError(f"message {number}: the chat template leaves out what the {turn['role']} says")
 
 
-def _mask(text: str, offsets: list[tuple[int, int]], plan: tuple[bool, list[Span]]) -> list[bool]:
+def _mask_by_bytes(token_bytes: TokenBytes, ids: list[int], text: str, plan: Plan) -> list[bool] | None:
+    """Return what `_mask` does, from ids alone; None where it takes offsets: a token lies across a turn's beginning."""
+    outside, spans = plan
+    mask = [outside] * len(ids)
+    if not spans:
+        return mask
+    data = text.encode()
+    if (ends := token_bytes.ends(ids, data)) is None:
+        return None
+    for start, end in spans if len(data) == len(text) else _in_bytes(text, spans):
+        first, last = bisect_right(ends, start), bisect_left(ends, end) + 1
+        if (ends[first - 1] if first else 0) != start:
+            return None
+        mask[first:last] = [not outside] * (last - first)
+    return mask
+
+
+def _in_bytes(text: str, spans: list[Span]) -> list[Span]:
+    return [(len(text[:start].encode()), len(text[:end].encode())) for start, end in spans]
+
+
+def _mask(text: str, offsets: list[tuple[int, int]], plan: Plan) -> list[bool]:
     """Return, for each token, whether it is trained; `offsets` are its characters [start, end) in the text."""
     outside, spans = plan
     mask = [outside] * len(offsets)

@@ -7,6 +7,7 @@ recipe; here it is counted, and rows with nothing to train on are left out. This
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -78,7 +79,7 @@ def encode_source(
         return _encode_chunk(task, rows, indices[number * CHUNK : (number + 1) * CHUNK], facts, _path(folder, number))
 
     total = Counts()
-    with _progress(title, len(indices)) as advance:
+    with _progress(title, len(indices)) as advance, _spared():
         in_parallel = len(indices) >= PARALLEL_FROM and processes > 1
         for counts in _on_processes(work, chunks, processes) if in_parallel else map(work, range(chunks)):
             total.add(counts)
@@ -118,6 +119,19 @@ def _encode_chunk(task: Task, rows: Dataset, indices: NDArray[np.int64], facts: 
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)
     return counts
+
+
+@contextlib.contextmanager
+def _spared() -> Iterator[None]:
+    """Let the collector of garbage look at new objects only.
+
+    It would look through all of torch and transformers again and again, and have every copy of this process copy them.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _take(rows: Dataset, numbers: NDArray[np.int64]) -> list[Row]:
@@ -186,22 +200,25 @@ def _counted(number: int, found: list[Row] | RowError, counts: Counts) -> list[R
 def _column(name: str, values: list[Any]) -> pa.Array:
     import pyarrow as pa
 
-    return pa.array(values, type=pa.list_(pa.int32()) if name == "input_ids" else None)
+    known = {"input_ids": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_())}
+    return pa.array(values, type=known.get(name))
 
 
 def _on_processes(work: Callable[[int], Counts], chunks: int, processes: int) -> Iterator[Counts]:
     """Yield the counts of every chunk as it is done, worked on by copies of this process.
 
-    Each copy takes the next chunk when it is free. The copies end with this process, whichever way it ends.
+    The first is done here: what tokenizer and template remember of it the copies have from the beginning. Each copy
+    takes the next chunk when it is free. The copies end with this process, whichever way it ends.
     """
     context = multiprocessing.get_context("fork")
-    taken = context.Value("q", 0)
+    taken = context.Value("q", 1)
     children, pipes = [], []
     # A copy has one thread; without a word from us the tokenizers' own would say so on standard error.
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        for _ in range(min(processes, chunks)):
+        yield work(0)
+        for _ in range(min(processes, chunks - 1)):
             ours, theirs = context.Pipe(duplex=False)
             child = context.Process(target=_work_off, args=(work, chunks, taken, theirs, os.getpid()))
             child.start()

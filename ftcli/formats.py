@@ -28,6 +28,8 @@ SPEAKERS = {  # the names that ShareGPT's data sets have for the roles
     "function_response": "tool",
     "observation": "tool",
 }
+PLAIN = {"role", "content"}
+ROLES = ("user", "assistant", "system")  # of messages that are taken as they are where they have no other key
 PREFERENCES = {"chosen", "rejected"}
 CONVERSATION = ("tools", "system", "chat_template_kwargs")  # columns that a conversation may have besides
 
@@ -194,7 +196,7 @@ def _messages(turns: Any) -> Any:
 
 
 def _message(number: int, turn: Any) -> Any:
-    if not isinstance(turn, dict):
+    if not isinstance(turn, dict) or (turn.keys() == PLAIN and None not in turn.values() and turn["role"] in ROLES):
         return turn
     turn = {key: value for key, value in turn.items() if value is not None}
     if "from" in turn and "role" not in turn:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from .skeletons import Skeletons, Span
 from .tasks.protocol import RowError
 from .template_variables import texts_of, unread
 
 Messages = list[dict[str, Any]]
-Span = tuple[int, int]  # characters [start, end) of the rendered text
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -36,6 +36,8 @@ class Template:
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values() if str(token).strip()}
         self.added, self.special = _any_of(added), _any_of([token for token, special in added.items() if special])
         self.ending = self._usual_ending()
+        source = tokenizer.get_chat_template(None, None) if tokenizer.chat_template else ""
+        self.skeletons = Skeletons(source, {**tokenizer.special_tokens_map, **self.variables}, self.ending)
 
     def using(self, variables: Mapping[str, Any]) -> Template:
         """Return the template with values of its variables; raises `RowError` for one that it never reads."""

@@ -49,10 +49,10 @@ class Task(sft.Task):
         backend.no_truncation()
         backend.no_padding()
         encoded = iter(backend.encode_batch_fast(texts, add_special_tokens=True))
-        return [rows if isinstance(rows, RowError) else self._pieces(next(encoded).ids) for rows in found]
-
-    def _pieces(self, ids: list[int]) -> list[Row]:
         end = self.tokenizer.eos_token_id
+        return [rows if isinstance(rows, RowError) else self._pieces(next(encoded).ids, end) for rows in found]
+
+    def _pieces(self, ids: list[int], end: int) -> list[Row]:
         ids = ids if ids[-1:] == [end] else [*ids, end]
         return fit(ids, [True] * len(ids), self.recipe.data.max_length, self.recipe.data.truncation or "split")
 

@@ -38,7 +38,7 @@ def fit(ids: list[int], trained: list[bool], length: int, policy: str) -> list[R
     next and not trained there: a row's first token is predicted by nothing, so without it one would be lost a piece.
     """
     if len(ids) <= length:
-        return [{"input_ids": ids, "trained": trained, "items": sum(trained[1:])}]
+        return [{"input_ids": ids, "trained": trained, "items": trained.count(True) - trained[:1].count(True)}]
     if policy == "drop":
         return []
     if policy == "truncate":

@@ -309,4 +309,4 @@ def test_final_weights_that_a_run_went_on_from_are_told_where_they_are_exported(
     assert _find(tmp_path) == (tmp_path / "final", None) and capsys.readouterr().err == ""
     os.utime(tmp_path / "final", (1, 1))
     assert _find(tmp_path) == (tmp_path / "final", None)
-    assert f"to export the newest: {checkpoint_path(tmp_path, 5)}" in capsys.readouterr().err
+    assert f"to export the newest, name {checkpoint_path(tmp_path, 5)}" in capsys.readouterr().err

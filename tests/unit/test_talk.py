@@ -78,6 +78,7 @@ def talk(model: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
             for line in [*lines, "\x04"]:
                 if line in (CTRL_C, EARLY):
                     wait_for(rb"\n." if line == CTRL_C else rb"\n", done)  # of the answer, or of the question alone
+                    time.sleep(0.3 if line == EARLY else 0.0)  # the question is read, and its answer under way
                     _thread.interrupt_main()
                     continue
                 wait_for(rb"> (\x01\x1b\[0m\x02)?$", done)

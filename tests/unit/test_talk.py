@@ -136,8 +136,9 @@ def test_a_conversation_may_fill_the_positions_of_the_model_and_then_says_so(
     (small / "config.json").write_text(json.dumps(config))
     found, shown = talk("hello", "and then?", target=small, max_new_tokens=512)
     assert len(found.turns) == 2
-    assert "tokens (the model has no further positions: /undo, or /reset)" in " ".join(shown.split())
-    assert "the conversation is longer than the model has positions" in " ".join(shown.split())
+    told = " ".join(re.sub(r"\x1b\[\d*m", "", shown).split())
+    assert "tokens (the model has no further positions: /undo, or /reset)" in told
+    assert "the conversation is longer than the model has positions" in told
 
 
 def test_what_a_model_says_is_no_order_to_a_terminal() -> None:

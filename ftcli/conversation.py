@@ -133,9 +133,9 @@ def converse(
 def _answer(writer: Writer, conversation: Conversation, question: str, choice: Choice) -> None:
     """Let the model answer, word by word, and keep what it said."""
     prompt = conversation.asking(question)
-    fitting = writer.fitting(prompt, choice)
     last, note = Answer(prompt, "", 0, ended=False), ""
     try:
+        fitting = writer.fitting(prompt, choice)
         for answer in writer.growing(prompt, fitting, number=len(conversation.turns) // 2):
             sys.stdout.write(said(answer.text[len(last.text) :], sys.stdout))
             sys.stdout.flush()

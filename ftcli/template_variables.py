@@ -201,7 +201,12 @@ def _rendered(text: str, given: Mapping[str, Any]) -> tuple[str, bool]:
     from jinja2 import TemplateError
 
     env, asked = _environment(), list[str]()
-    env.globals["strftime_now"] = lambda form: asked.append(form) or "today"
+
+    def strftime_now(form: str) -> str:
+        asked.append(form)
+        return "today"
+
+    env.globals["strftime_now"] = strftime_now
     tokens = {name: f"<{name}>" for name in variables_of((text,)) or () if name.endswith("_token")}
     shown = ""
     for probe in PROBES:

@@ -226,7 +226,7 @@ def _task_of(recipe: Recipe, talk: _Talk, where: Path) -> Any:
         data = recipe.data.model_copy(update={"chat_template_kwargs": variables})
         recipe = recipe.model_copy(update={"data": data})
         check_recipe(recipe, FLAG)
-    task = build_task(recipe)
+    task: Any = build_task(recipe)
     talk.require_template(str(where), task.tokenizer)
     return task
 

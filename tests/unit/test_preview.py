@@ -324,7 +324,7 @@ def test_evaluation_rows_are_shown_as_they_are_measured_with_the_numbers_of_all_
     ]
     lines = found.lines()
     assert lines[0] == "⟦measured⟧, <special token>, read only"
-    assert lines[2].endswith("row 1 of eval, evaluation, 33 tokens, 4 measured")
+    assert lines[2].endswith("row 1 of eval, evaluation, 31 tokens, 4 measured")
     assert "⟦one<|im_end|>⟧↵" in lines
     assert found.statistics == preview_data(recipe).statistics
     tokens = [line for line in lines if line.startswith("  tokens")]

@@ -1,7 +1,4 @@
-"""`ftcli chat` and `ftcli generate` in a terminal: a real pseudo-terminal, and a tiny model.
-
-It says c and d and never stops by itself: the likeliest token is always the one of two opposites that is above 0.
-"""
+"""`ftcli chat` and `ftcli generate` in a terminal: a real pseudo-terminal, and a tiny model."""
 
 from __future__ import annotations
 
@@ -29,21 +26,26 @@ from ftcli.writer import load_writer
 
 from .test_template_variables import ROWS, THINKING, recipe_of
 
-CTRL_C = "\x03"
+CTRL_C, EARLY = "\x03", "\x03 before anything is said"
 Talk = Callable[..., tuple[Conversation, str]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_talker(tmp_path_factory.mktemp("talk") / "model", "c", "d")
+
+
+def save_talker(folder: Path, one: str, other: str) -> Path:
+    """Write a model that says one of two tokens, each time the one whose logit is above 0, and never stops."""
     from transformers import AutoModelForCausalLM
 
-    folder = save_tiny_causal(tmp_path_factory.mktemp("talk") / "model", tied=False)
+    save_tiny_causal(folder, tied=False)
     (folder / "chat_template.jinja").write_text(THINKING)
-    talker, (one, other) = AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer()("cd")["input_ids"]
+    talker, ids = AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer().convert_tokens_to_ids([one, other])
     with torch.no_grad():
-        row = talker.lm_head.weight[one].clone()
+        row = talker.lm_head.weight[ids[0]].clone()
         talker.lm_head.weight.zero_()
-        talker.lm_head.weight[one], talker.lm_head.weight[other] = row, -row
+        talker.lm_head.weight[ids[0]], talker.lm_head.weight[ids[1]] = row, -row
     talker.save_pretrained(folder)
     return folder
 
@@ -74,8 +76,9 @@ def talk(model: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
         def write() -> None:
             done = 0
             for line in [*lines, "\x04"]:
-                if line == CTRL_C:
-                    wait_for(rb"\n.", done)  # the question stands there, and the answer has begun
+                if line in (CTRL_C, EARLY):
+                    wait_for(rb"\n." if line == CTRL_C else rb"\n", done)  # of the answer, or of the question alone
+                    time.sleep(0.3 if line == EARLY else 0.0)  # the question is read, and its answer under way
                     _thread.interrupt_main()
                     continue
                 wait_for(rb"> (\x01\x1b\[0m\x02)?$", done)
@@ -112,6 +115,12 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(talk: Talk) -> None
     assert "stopped; what it said so far is kept, /undo forgets it" in shown
 
 
+def test_a_question_is_forgotten_when_it_is_stopped_before_anything_is_said(talk: Talk, tmp_path: Path) -> None:
+    stammerer = save_talker(tmp_path / "half", "ð", "ñ")  # bytes f0 and f1, each the first of a character's four
+    found, shown = talk("hello", EARLY, target=stammerer, max_new_tokens=1900)
+    assert found.turns == [] and "stopped before it said anything; the question is forgotten" in shown
+
+
 def test_bytes_that_are_no_text_are_replaced_before_a_tokenizer_sees_them(talk: Talk) -> None:
     found, _ = talk("h\udcffi", max_new_tokens=2)
     assert found.turns[0]["content"] == "h\ufffdi"
@@ -127,8 +136,9 @@ def test_a_conversation_may_fill_the_positions_of_the_model_and_then_says_so(
     (small / "config.json").write_text(json.dumps(config))
     found, shown = talk("hello", "and then?", target=small, max_new_tokens=512)
     assert len(found.turns) == 2
-    assert "tokens (the model has no further positions: /undo, or /reset)" in " ".join(shown.split())
-    assert "the conversation is longer than the model has positions" in " ".join(shown.split())
+    told = " ".join(re.sub(r"\x1b\[\d*m", "", shown).split())
+    assert "tokens (the model has no further positions: /undo, or /reset)" in told
+    assert "the conversation is longer than the model has positions" in told
 
 
 def test_what_a_model_says_is_no_order_to_a_terminal() -> None:

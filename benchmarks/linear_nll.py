@@ -71,7 +71,7 @@ def measure(
     return {
         "seconds": round(min(seconds[1:]), 5),
         "peak_gib": round((torch.cuda.max_memory_allocated() if on_gpu else host) / 2**30, 3),
-        "loss": float(loss) / len(hidden),
+        "loss": float(loss.detach()) / len(hidden),
         "of_hidden": float(hidden.grad.norm()),
         "of_weight": float(weight.grad.norm()),
     }

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def train(folder: Path, precisions: list[str], in_pieces: bool) -> dict[str, list[float]]:
-    """Return precision and cell -> the losses of all steps."""
+    """Return precision and cell -> loss and gradient norm of every step."""
     from ftcli.loop import steps
     from ftcli.run import prepare
 

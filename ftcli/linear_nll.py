@@ -38,7 +38,7 @@ def linear_nll(
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
-        found: Tensor = _LinearNll.apply(hidden, weight, bias, targets, after, dtype)  # type: ignore[no-untyped-call]
+        found: Tensor = _LinearNll.apply(hidden, weight, bias, targets, after, dtype)
         return found
     return _in_pieces(hidden, weight, bias, targets, after, dtype, None)[0]
 
@@ -57,11 +57,12 @@ class _LinearNll(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.after, ctx.dtype = after, dtype
         ones = None if dtype == torch.float16 else torch.ones_like(targets, dtype=torch.float32)
-        nll, ctx.ahead = _in_pieces(hidden, weight, bias, targets, after, dtype, ones, ctx.needs_input_grad[:3])
+        nll, ahead = _in_pieces(hidden, weight, bias, targets, after, dtype, ones, ctx.needs_input_grad[:3])
+        ctx.ahead = None if ones is None else ahead
         return nll
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
@@ -98,8 +99,11 @@ def _in_pieces(
     dtype: torch.dtype,
     factors: Tensor | None,
     wanted: tuple[bool, ...] = (),
-) -> tuple[Tensor, Gradients | None]:
-    """Return nll `[N]`, and the gradients of the sum of `factors [N]` times nll that are `wanted`; None: none."""
+) -> tuple[Tensor, Gradients]:
+    """Return nll `[N]`, and those gradients of the sum of `factors [N]` times nll that are `wanted`; no factors: none.
+
+    A gradient of the weight or the bias that is summed over several pieces is float32.
+    """
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     rows = max(1, PIECE // weight.shape[0])
     nll, of_hidden = [], []
@@ -122,8 +126,7 @@ def _in_pieces(
         if wanted[2]:
             total = of_logits.sum(dim=0, dtype=torch.float32)
             of_bias = total if of_bias is None else of_bias.add_(total)
-    gradients = (torch.cat(of_hidden) if of_hidden else None, of_weight, of_bias)
-    return torch.cat(nll), None if factors is None else gradients
+    return torch.cat(nll), (torch.cat(of_hidden) if of_hidden else None, of_weight, of_bias)
 
 
 def _gradient_of_logits(logits: Tensor, log_p: Tensor, targets: Tensor, factors: Tensor, after: After | None) -> Tensor:

@@ -66,7 +66,7 @@ def test_pieces_leave_the_curve_of_one_process_in_every_precision(single: tuple[
     assert_same_curves(in_pieces, whole)
 
 
-@pytest.mark.parametrize("profile", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("profile", ["fsdp", "zero3"])  # weights are shards outside the head's own call
 def test_pieces_under_a_profile_leave_the_curve_of_whole_logits(
     profile: str, inputs: Path, single: tuple[dict[str, Any], ...]
 ) -> None:

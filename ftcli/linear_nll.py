@@ -33,7 +33,8 @@ def linear_nll(
     """Return the negative log-likelihood `[N]` float32 of `targets [N]` under `after(hidden @ weight.T + bias)`.
 
     `hidden [N, H]`, `weight [V, H]` and `bias [V]` are multiplied in autocast's dtype where that is on, else in the
-    weight's; softmax and sums are float32. A target of -100 gives 0. Any upstream gradient is followed, once.
+    weight's; softmax and sums are float32. A target of -100 gives 0. Any upstream gradient is followed; there is no second
+    derivative.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -85,7 +86,7 @@ def _scaled(ahead: Gradients, upstream: Tensor) -> Gradients:
     hidden, weight, bias = ahead
     return (
         None if hidden is None else hidden * upstream[:, None],
-        None if weight is None else weight.mul_(upstream[0]),
+        None if weight is None else weight.float().mul_(upstream[0]),
         None if bias is None else bias.mul_(upstream[0]),
     )
 

@@ -33,8 +33,8 @@ def linear_nll(
     """Return the negative log-likelihood `[N]` float32 of `targets [N]` under `after(hidden @ weight.T + bias)`.
 
     `hidden [N, H]`, `weight [V, H]` and `bias [V]` are multiplied in autocast's dtype where that is on, else in the
-    weight's; softmax and sums are float32. A target of -100 gives 0. Any upstream gradient is followed; there is no second
-    derivative.
+    weight's; softmax and sums are float32. A target of -100 gives 0. Any upstream gradient is followed; there is no
+    second derivative.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -12,6 +12,8 @@ from ftcli import linear_nll, losses
 from ftcli.attention import ARCHITECTURES
 from ftcli.losses import AFTER_HEAD, cross_entropy_rows, return_token_nll
 
+from .watching import Watch
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -152,6 +154,18 @@ def test_a_half_precision_model_loses_what_its_own_logits_say(kind: str) -> None
     assert found[0].dtype == torch.float32
     assert {gradient.dtype for gradient in found[1].values()} == {torch.bfloat16}
     torch.testing.assert_close(found[0], wanted, atol=1e-6, rtol=1e-6)  # the same operations in the same dtype
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_training_step_of_a_model_makes_no_logits_for_all_its_tokens(kind: str) -> None:
+    model = tiny(kind, vocab_size=101)  # a prime, so that N * V elements are logits and nothing else
+    with Watch() as watch:
+        whole(model)
+    assert len(TARGETS) * 101 in watch.sizes
+    return_token_nll(model)
+    with Watch() as watch:
+        by_head(model)
+    assert not {n * 101 for n in (len(TARGETS), tokens().numel())} & watch.sizes
 
 
 def test_a_model_that_changes_its_logits_unannounced_is_an_error() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftcli import linear_nll as room
 from ftcli.linear_nll import linear_nll
+
+from .watching import Watch
 
 N, H, V = 23, 16, 67
 AFTER: dict[str, Callable[[Tensor], Tensor] | None] = {
@@ -88,22 +89,6 @@ def test_a_loss_scale_reaches_the_gradients_of_float16_before_they_are_rounded()
     assert torch.allclose(scaled, torch.tensor([[-1.0, 1.0]]), atol=1e-2)
 
 
-class Watch(TorchDispatchMode):
-    """Notes the elements of the largest result of an operation, and counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest, self.products = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.linear)
-        return result
-
-
 @pytest.mark.parametrize("weighed", [True, False])
 @pytest.mark.parametrize("shape", AFTER)
 def test_no_tensor_has_a_number_for_every_row_and_token(weighed: bool, shape: str) -> None:
@@ -113,10 +98,10 @@ def test_no_tensor_has_a_number_for_every_row_and_token(weighed: bool, shape: st
     with Watch() as watch:
         nll = linear_nll(hidden, weight, None, torch.zeros(rows, dtype=torch.long), AFTER[shape])
         (nll * torch.randn(rows) if weighed else nll).sum().backward()
-    assert watch.largest == room.PIECE
+    assert max(watch.sizes) == room.PIECE
     with Watch() as whole:
         F.cross_entropy(hidden @ weight.T, torch.zeros(rows, dtype=torch.long)).backward()
-    assert whole.largest == rows * vocabulary
+    assert max(whole.sizes) == rows * vocabulary
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .attention import ARCHITECTURES
 from .errors import InputError
+from .linear_nll import linear_nll
 
 # Logits that are turned to float32 at once: 2^27 elements are 512 MiB. More are done in pieces, and again backward.
 PIECE = 2**27
+
+# model_type -> the setting by which a model changes logits after its head. The other architectures in attention.py's
+# table leave them alone; a test holds both. In a model of any other type logits are left to its own forward.
+AFTER_HEAD = {
+    "gemma2": "final_logit_softcapping",
+    "gemma3_text": "final_logit_softcapping",
+    "granite": "logits_scaling",
+    "cohere": "logit_scale",
+    "cohere2": "logit_scale",
+}
 
 
 def cross_entropy_rows(logits: Tensor, targets: Tensor) -> Tensor:
@@ -65,29 +77,64 @@ def return_token_nll(model: nn.Module) -> None:
     """Change a causal model in place so that `model(**batch, positions=..., targets=...)` returns {"nll": [N]}.
 
     `positions [N]` index the flattened `[B * T]` hidden states that predict `targets [N]`; the head runs on those
-    only, so no logits exist for prompt or padding. What the model does to logits after its head (soft-capping,
-    scaling) it does as before. Called without `targets` the model answers as transformers wrote it. Parameter names
-    stay.
+    only, so no logits exist for prompt or padding. Where the head is a plain linear layer of a model that is known,
+    its forward gives their negative log-likelihoods itself, and logits exist in pieces only; elsewhere all N rows of
+    them do, and the model goes on with them as transformers wrote it. Called without `targets` the model answers as
+    before. Parameter names stay.
     """
     inner: Any = model
     if hasattr(model, "get_base_model"):
         inner = inner.get_base_model()
     head = inner.get_output_embeddings()
     forward, head_forward = inner.forward, head.forward
-    wanted: list[Tensor] = []  # the positions of the call in progress
+    is_known, after = _is_known(inner, head), after_head(inner.config)
+    asked: list[tuple[Tensor, Tensor]] = []  # positions and targets of the call in progress
 
     def at_wanted(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return head_forward(hidden.flatten(0, -2)[wanted[0]] if wanted else hidden, *args, **kwargs)
+        if not asked:
+            return head_forward(hidden, *args, **kwargs)
+        positions, targets = asked[0]
+        rows = hidden.flatten(0, -2)[positions]
+        if is_known:
+            return linear_nll(rows, head.weight, head.bias, targets, after)
+        return head_forward(rows, *args, **kwargs)
 
     def nll(*args: Any, positions: Tensor | None = None, targets: Tensor | None = None, **kwargs: Any) -> Any:
         if positions is None or targets is None:
             return forward(*args, **kwargs)
-        wanted.append(positions)
+        given: list[Tensor] = []
+        asked.append((positions, targets))
+        # The newest hook comes after those of backends, and before what the model does to logits.
+        hook = head.register_forward_hook(lambda module, inputs, output: given.append(output))
         try:
             logits = forward(*args, use_cache=False, **kwargs).logits
         finally:
-            wanted.clear()
-        return {"nll": token_nll(logits, targets)}
+            hook.remove()
+            asked.clear()
+        if not is_known:
+            return {"nll": token_nll(logits, targets)}
+        if after is None and logits is not given[0]:
+            raise RuntimeError(f"{type(inner).__name__} changes its logits after the head, which ftcli did not expect")
+        return {"nll": given[0]}
 
     head.forward = at_wanted
     inner.forward = nll
+
+
+def after_head(config: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return what a model of this configuration does to its head's output, in its own operations; None: nothing."""
+    name = AFTER_HEAD.get(config.model_type)
+    setting = None if name is None else getattr(config, name)
+    if setting is None:
+        return None
+    if name == "final_logit_softcapping":
+        return lambda logits: torch.tanh(logits / setting) * setting
+    return (lambda logits: logits / setting) if name == "logits_scaling" else (lambda logits: logits * setting)
+
+
+def _is_known(inner: Any, head: Any) -> bool:
+    """Say whether the model's logits are known to be a linear layer's, but for `after_head`.
+
+    Not with an adapter in the head, in 4 bits, with new rows trained alone: those are other modules.
+    """
+    return type(head) is nn.Linear and inner.config.model_type in {*ARCHITECTURES, *AFTER_HEAD}

@@ -1,0 +1,81 @@
+"""Whole logits against pieces, for one head: seconds and peak memory of forward and backward, one JSON line a way.
+
+    python benchmarks/linear_nll.py --rows 16384 --hidden 2048 --vocabulary 128256 --dtype bfloat16
+    python benchmarks/linear_nll.py --rows 1024 --hidden 576 --vocabulary 49152 --pieces 22 24 27    # on CPU
+
+Weights are float32 under autocast, or all of `--dtype` with `--pure`. Losses and gradient norms must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftcli import linear_nll as room
+from ftcli.losses import token_nll
+
+
+def main() -> None:
+    """Measure whole logits last: a process's peak on the host never falls."""
+    asked = argparse.ArgumentParser()
+    for name, size in {"rows": 1024, "hidden": 576, "vocabulary": 49152, "repeats": 3}.items():
+        asked.add_argument(f"--{name}", type=int, default=size)
+    asked.add_argument("--pieces", type=int, nargs="*", default=[22, 24, 26, 27, 28], help="log2 of logits at once")
+    asked.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    asked.add_argument("--pure", action="store_true")
+    given = asked.parse_args()
+    dtype = getattr(torch, given.dtype)
+    held = dtype if given.pure else torch.float32
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    hidden = torch.randn(given.rows, given.hidden, device=device, dtype=held, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(given.vocabulary, given.hidden, device=device, dtype=held) * 0.02)
+    targets = torch.randint(0, given.vocabulary, (given.rows,), device=device)
+    ways: dict[str, tuple[int, Callable[[], Tensor]]] = {
+        f"pieces of 2^{power}": (2**power, lambda: room.linear_nll(hidden, weight, None, targets))
+        for power in given.pieces
+    }
+    ways["whole logits"] = (room.PIECE, lambda: token_nll(F.linear(hidden, weight), targets))
+    for way, (piece, nll) in ways.items():
+        room.PIECE = piece
+        print(json.dumps({"way": way, **measure(nll, hidden, weight, dtype, given.repeats)}), flush=True)
+
+
+def measure(
+    nll: Callable[[], Tensor], hidden: Tensor, weight: Tensor, dtype: torch.dtype, repeats: int
+) -> dict[str, float]:
+    """Return the best of several repeats, after one that does not count."""
+    on_gpu, seconds = hidden.is_cuda, []
+    for _ in range(repeats + 1):
+        hidden.grad = weight.grad = None
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype != hidden.dtype):
+            loss = nll().sum()
+        loss.backward()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return {
+        "seconds": round(min(seconds[1:]), 5),
+        "peak_gib": round((torch.cuda.max_memory_allocated() if on_gpu else host) / 2**30, 3),
+        "loss": float(loss.detach()) / len(hidden),
+        "of_hidden": float(hidden.grad.norm()),
+        "of_weight": float(weight.grad.norm()),
+    }
+
+
+if __name__ == "__main__":
+    main()

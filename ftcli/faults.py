@@ -179,6 +179,8 @@ class StopRequest:
             return
         elif self._signalled > -math.inf:  # the second: no more patience
             self._restore()
+            if signal.getsignal(number) is signal.SIG_IGN:  # so shells start what they put into the background
+                signal.signal(number, signal.SIG_DFL)
             if self._folder is not None and _rank() == 0:
                 _fail(self._folder, EXIT_SIGNAL + number, f"ended by a second signal ({name})")
             os.kill(os.getpid(), number)

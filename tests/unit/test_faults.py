@@ -91,6 +91,18 @@ def test_a_second_signal_does_what_it_did_before(tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def test_a_second_signal_ends_a_run_in_the_background_too(tmp_path: Path) -> None:
+    script = """
+import signal, sys
+from ftcli.faults import StopRequest
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts with &
+with StopRequest.listening(sys.argv[1]):
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+"""
+    assert run_script(script, str(tmp_path)).returncode == -signal.SIGINT
+
+
 def test_a_time_limit_counts_from_the_start_of_the_launch_and_only_once_the_clock_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@
 # A rehearsal: benchmarks/gpu_checkpoints.sh WORK RESULTS 500 tiny --cpu
 set -uo pipefail
 cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 work=$1 results=$2 budget=${3:-540} shape=${4:-llama-3.2-1b}
 shift $(($# < 4 ? $# : 4))
 . benchmarks/pieces.sh
@@ -27,10 +28,10 @@ if [ "$shape" != tiny ] && [ ! -e "$work/disk" ]; then
 fi
 # Saving in the background asks how much memory is free, and machines whose memory grows as it is used tell too little:
 # 64 GiB are used once, while the model is made.
-[ "$shape" != tiny ] && python3 -c 'b"x" * (64 << 30)' &
-piece "model_$shape" 90 python3 benchmarks/random_model.py "$shape" "$work/matrix" --rows 512
+[ "$shape" != tiny ] && python3 -c '[b"x" * (4 << 30) for _ in range(16)]' & # in parts: one demand beyond what is told is refused
+piece "model_$shape" 180 python3 benchmarks/random_model.py "$shape" "$work/matrix" --rows 512
 wait
 shown=60 piece matrix "$budget" python3 benchmarks/checkpoint_matrix.py "$shape" "$work/matrix" \
     "${cells[@]}" \
-    --facts "$results/facts.jsonl" --seconds $((budget - SECONDS - 15)) --piece-seconds 150 "$@"
+    --facts "$results/facts.jsonl" --seconds $((budget - SECONDS - 15)) --piece-seconds 240 "$@"
 grep -a -A 40 '^| saved by' "$results/log.txt" | tee "$results/table.md"

@@ -6,17 +6,18 @@
 # A rehearsal without GPUs: benchmarks/gpu_data.sh WORK RESULTS 500 tiny (its tests are skipped).
 set -uo pipefail
 cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 work=$1 results=$2 budget=${3:-540} shape=${4:-qwen3-0.6b}
 . benchmarks/pieces.sh
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 size=(--documents 96 --bins 4 --steps 8) cpu=()
 [ "$gpus" -eq 0 ] && cpu=(--cpu) size=(--documents 16 --steps 2)
-test="python3 -m pytest -p no:cacheprovider -q -rfEsP --tb=short --timeout 180 -m gpu"
+test="python3 -m pytest -p no:cacheprovider -v -rfEsP --tb=short --timeout 110 -m gpu"
 
 one() {
     export CUDA_VISIBLE_DEVICES=$1
     local lane=one recipe="$work/$shape/recipe.yaml" rows=(--set batch.global_size=8)
-    piece "model_$shape" 90 python3 benchmarks/random_model.py "$shape" "$work/$shape" --rows 4000 --median 330
+    piece "model_$shape" 180 python3 benchmarks/random_model.py "$shape" "$work/$shape" --rows 4000 --median 330
     piece data_wait 170 python3 benchmarks/data_wait.py "$recipe" --workers 0 2 --steps $((gpus ? 40 : 8)) "${rows[@]}" \
         --facts "$results/facts.jsonl" "${cpu[@]}"
     piece packed_against_padded 150 python3 benchmarks/packed_against_padded.py "$recipe" --capacity 4096 "${size[@]}" \
@@ -28,23 +29,23 @@ two() {
     export CUDA_VISIBLE_DEVICES=$1
     local lane=two
     piece attention 180 $test tests/gpu/test_attention_on_gpus.py
-    piece steady 120 $test tests/gpu/test_steady_loop_on_gpus.py
-    piece packing 120 $test tests/gpu/test_packing_on_gpus.py
+    piece steady 240 $test tests/gpu/test_steady_loop_on_gpus.py
+    piece packing 240 $test tests/gpu/test_packing_on_gpus.py
 }
 
 pair() {
     export CUDA_VISIBLE_DEVICES=$1
     local lane=pair
-    piece preemption_x2 180 $test tests/gpu/test_preemption_on_gpus.py
-    piece four_bits_resume_x2 200 $test tests/gpu/test_quantization.py -k "fsdp and learn"
-    piece four_bits_curves_x2 200 $test tests/gpu/test_quantization.py -k two
-    piece steady_x2 120 $test tests/gpu/test_steady_loop_on_gpus.py -k two
+    piece preemption_x2 300 $test tests/gpu/test_preemption_on_gpus.py
+    piece four_bits_resume_x2 300 $test tests/gpu/test_quantization.py -k "fsdp and learn"
+    piece four_bits_curves_x2 300 $test tests/gpu/test_quantization.py -k two
+    piece steady_x2 240 $test tests/gpu/test_steady_loop_on_gpus.py -k two
 }
 
 last() {
     export CUDA_VISIBLE_DEVICES=$1
     local lane=last
-    piece packing_x2 200 $test tests/gpu/test_packing_on_gpus.py -k two
+    piece packing_x2 300 $test tests/gpu/test_packing_on_gpus.py -k two
 }
 
 case $gpus in

@@ -13,8 +13,9 @@ piece() {
     printf '\n==== %s: %s\n' "$name" "$*" >>"$log"
     local before
     before=$(stat -c %s "$log")
-    timeout --kill-after=10 "$limit" "$@" >>"$log" 2>&1
+    timeout --signal=INT --kill-after=10 "$limit" "$@" >>"$log" 2>&1
     code=$?
+    [ $code -eq 0 ] && tail -n 1 "$log" | grep -Eq '^(=+ )?[0-9]+ skipped' && code=5
     if [ $code -eq 5 ]; then # pytest's word for it
         echo "$name: no test could run; $(grep -a -i skip "$log" | tail -n 1 | cut -c -160)"
     elif [ $code -eq 0 ]; then

@@ -18,7 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "padding-free": {"padding_free": True},
     "packed": {"packing": True},
 }
-MOST = {"fp32": 1e-5, "bf16": 5e-3}  # of the loss, relative
+MOST = {"fp32": 1e-4, "bf16": 1e-2}  # of the loss, relative; the kernels are others
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,10 @@ def test_torchs_kernel_gives_each_document_what_it_has_alone() -> None:
     module.is_causal, module.num_key_value_groups = True, 2
     with torch.cuda.device(0):
         torch.cuda.set_sync_debug_mode("error")
-        whole, _ = attend(module, query, key, value, bounds[None, None, None], max_length_q=200)
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            whole, _ = attend(module, query, key, value, bounds[None, None, None], max_length_q=200)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     start = 0
     for length in lengths:
         part = slice(start, start + length)

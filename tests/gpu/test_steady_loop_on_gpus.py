@@ -32,7 +32,7 @@ def listening(found: list[str]) -> Iterator[None]:
     """Add to `found` where each operation of the block stands that makes the host wait for the device."""
 
     def hear(message: Any, *rest: Any) -> None:
-        if "synchroniz" in str(message):
+        if "called a synchronizing" in str(message):  # not the note that the mode is a prototype
             stack = traceback.extract_stack()[:-1]
             found.append(" < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(stack[-8:])))
 
@@ -48,11 +48,11 @@ def listening(found: list[str]) -> Iterator[None]:
 
 def waits(folder: Path, changes: dict[str, Any], reads: bool) -> list[str]:
     """Return where the loop waited for the device in its steady steps; `reads`: the caller looks at every loss."""
-    from ftcli import losses
+    from ftcli import linear_nll
     from ftcli.loop import steps
     from ftcli.run import prepare
 
-    losses.PIECE = 2**12  # logits in pieces, as large vocabularies have them
+    linear_nll.PIECE = 2**12  # logits in pieces, as large vocabularies have them
     run = prepare(cell(folder, "sft-tied", train={"max_steps": STEPS}, **changes))
     assert run.hardware.accelerator.device.type == "cuda"
     found: list[str] = []

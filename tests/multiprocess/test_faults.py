@@ -85,13 +85,13 @@ def leave_a_step_out(folder: Path, output: Path, names: list[str]) -> dict[str, 
         recipe = poisoned(folder, **changes)
         ids = rows_of(recipe, BAD_STEP)
         os.environ.pop("BAD_IDS", None)
+        if name == "finite gradient":
+            os.environ["FINITE_GRADIENT"] = "1"
         save_cell(recipe, output / name, at=(BAD_STEP - 1,))
         if os.environ.get("RANK", "0") == "0":
             as_if_made(output / name)
         wanted = save_cell_barrier(recipe, checkpoint_path(output / name, BAD_STEP))
         os.environ["BAD_IDS"] = str(ids[-1])
-        if name == "finite gradient":
-            os.environ["FINITE_GRADIENT"] = "1"
         skipping = prepare(poisoned(folder, faults={"non_finite": "skip"}, **changes), cpu=True)
         found[name] = {"ids": ids, "skipping": curve(skipping), "wanted": wanted}
         os.environ.pop("FINITE_GRADIENT", None)

@@ -214,7 +214,7 @@ def test_a_rank_that_hangs_ends_some_seconds_after_a_peer_has_failed_whatever_th
 ) -> None:
     result = run_script(HANGS, str(tmp_path), str(clock), RANK="0")
     assert result.returncode == 1 and "another rank has failed" in result.stderr
-    assert 1.5 < float(result.stdout) < 6  # it could still have ended by itself
+    assert 0.5 < float(result.stdout) < 6  # it could still have ended by itself
 
 
 def test_a_failure_of_an_earlier_run_ends_no_rank_though_its_clock_was_ahead(tmp_path: Path) -> None:

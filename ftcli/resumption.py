@@ -85,7 +85,8 @@ def recipe_changes(state: dict[str, Any], recipe: Recipe) -> tuple[list[str], li
     A changed length moves nothing as long as every learning rate of the steps already done stays what it was.
     Raises `InputError` when the new recipe ends before the checkpoint.
     """
-    old, new = dict(_leaves(state["recipe"])), dict(_leaves(recipe.model_dump(mode="json")))
+    stored = Recipe.model_validate(state["recipe"])  # keys that came since have their defaults
+    old, new = (dict(_leaves(each.model_dump(mode="json"))) for each in (stored, recipe))
     harmless_keys = set(machine_hints(Recipe))
     if _ends(recipe, state) < state["step"]:
         raise InputError(

@@ -18,6 +18,7 @@ from .generation import answer_of, check_room, encode_prompt, room_behind
 from .prompts import Answer, Asked, Prompt
 from .recipe import Model, Recipe
 from .recipe_file import load_recipe
+from .resumption import stored_recipe
 from .run_folder import RunFolder
 from .template_variables import FLAG, check_recipe, check_variables, texts_of
 
@@ -191,7 +192,7 @@ def _from_checkpoint(path: Path, device: torch.device, talk: _Talk) -> Writer:
     from .trained_weights import adapter_values, build_model, check_names, put, put_buffers, whole_model
 
     state = read_state(path)
-    recipe = Recipe.model_validate(state["recipe"])
+    recipe = stored_recipe(path)
     _check_writes(recipe, str(path))
     task = _task_of(recipe, talk, path)
     say(f"loading {path} on {device}")

@@ -50,6 +50,12 @@ def test_an_unchanged_recipe_changes_nothing() -> None:
     assert recipe_changes(state(), recipe()) == ([], [])
 
 
+def test_a_checkpoint_from_before_a_key_had_its_default() -> None:
+    before = state()
+    del before["recipe"]["data"]["chat_template_kwargs"], before["recipe"]["batch"]["micro_size"]
+    assert recipe_changes(before, recipe()) == ([], [])
+
+
 def test_what_moves_the_curve_is_told_key_by_key_and_what_does_not_is_harmless() -> None:
     changed = recipe(
         optimizer={"learning_rate": 2e-3},

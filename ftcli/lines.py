@@ -36,7 +36,8 @@ def suffix_of(name: str) -> str:
 def read_lines(name: str, skip: int, *, size: int | None = None) -> Iterator[Row | RowError]:
     """Yield the rows of a .jsonl or .txt file from row `skip` on; lines of white space in a .jsonl file are no rows.
 
-    Raises `RunError` for a file that is not of `size` bytes: what is there now is not what the run began with.
+    Raises `RunError` for a file that is not of `size` bytes, what is there now is not what the run began with; and for
+    a compressed one that is cut off.
     """
     parse, failures, done = PARSERS[suffix_of(name)], 0, skip
     while True:
@@ -47,6 +48,8 @@ def read_lines(name: str, skip: int, *, size: int | None = None) -> Iterator[Row
                         done, failures = number + 1, 0
                         yield parse(line)
             return
+        except EOFError:
+            raise RunError(f"{name} ends in the middle: its compressed end is missing") from None
         except _broken() as error:
             failures += 1
             if failures > RETRIES or not _may_pass(name, error):
@@ -138,6 +141,33 @@ def _opened_address(name: str) -> Any:
     return system.open(path, "rb", block_size=0)
 
 
+class _Frames(io.RawIOBase):
+    """What the frames of a .zst file hold; its own reader stops after one, and is silent about one that is cut off."""
+
+    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
+        self._file, self._decompressor = file, decompressor
+        self._frame: Any = None  # the one that is begun
+        self._unread, self._found = b"", memoryview(b"")  # compressed, and not
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._found:
+            piece = self._unread or self._file.read(BUFFER // 16)
+            if not piece and self._frame is not None:
+                raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            if not piece:
+                return 0
+            frame = self._frame or self._decompressor.decompressobj()
+            self._found = memoryview(frame.decompress(piece))
+            self._unread, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        size = min(len(buffer), len(self._found))
+        buffer[:size] = self._found[:size]
+        self._found = self._found[size:]
+        return size
+
+
 def _decompressed(file: BinaryIO, suffix: str) -> Any:
     if suffix == ".gz":
         import gzip
@@ -154,8 +184,7 @@ def _decompressed(file: BinaryIO, suffix: str) -> Any:
     if suffix == ".zst":
         import zstandard
 
-        # Files that several processes compressed have several frames.
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True), BUFFER)
+        return io.BufferedReader(_Frames(file, zstandard.ZstdDecompressor()), BUFFER)
     return file
 
 

@@ -82,6 +82,15 @@ def test_zstandard_files_of_several_frames_are_read_to_their_end(tmp_path: Path)
     assert told(read_lines(str(path), 1)) == [{"n": 1}, {"n": 2}]
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_compressed_file_that_is_cut_off_is_told_and_not_taken_for_whole(tmp_path: Path, suffix: str) -> None:
+    pack = PACKERS[suffix] if suffix in PACKERS else pytest.importorskip("zstandard").compress
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(pack(b"".join(b'{"n": %d}\n' % number for number in range(1000)))[:-10])
+    with pytest.raises(RunError, match="ends in the middle"):
+        told(read_lines(str(path), 0))
+
+
 def test_a_compression_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     with pytest.raises(InputError, match="pip install zstandard"):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe, Source
     from .tasks.protocol import Task
 
-FORMAT = 3  # raised when the layout of prepared rows changes
+FORMAT = 4  # raised when the layout of prepared rows changes, or what they are made of
 STREAM = ("streaming", "shuffle_buffer")  # likewise: what stands for a stream's content differs by itself
 ARRANGEMENT = ("packing", "padding_free", "group_by_length")  # keys of data that change no prepared row
 MOST_UNTRAINED = 0.01  # share of a source's rows that may hold nothing to train on

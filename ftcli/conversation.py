@@ -117,7 +117,7 @@ def converse(
     if is_typed:
         _note(f"{target} listens; /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation")
     for line in _lines(is_typed):
-        if line.split()[0] == "/quit":
+        if line.startswith("/") and line.split()[0] == "/quit":
             break
         try:
             if line.startswith("/"):  # a space before it makes it part of what is said

@@ -132,7 +132,8 @@ def _asked_and_answered(prompt: str, completion: str, row: Row) -> dict[str, Any
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     found = _conversation(turns, row)
     is_plain = found["messages"] == turns and not found["tools"] and "chat_template_kwargs" not in found
-    return {"prompt": prompt, "completion": completion} if is_plain else found
+    plain = {"prompt": prompt, "completion": completion}
+    return plain if is_plain else found | plain
 
 
 def conversation_options(row: Row) -> dict[str, Any]:

@@ -31,8 +31,9 @@ class RankWatch:
         """See whether ranks are in trouble by now; does nothing once they are."""
         if self.since is not None:
             return
+        gone = self._gone()  # before the records are read: a rank may record and end in between
         recorded = {record["rank"] for record in self.records()}
-        lost = [rank for rank in self._gone() if rank not in recorded]
+        lost = [rank for rank in gone if rank not in recorded]
         if recorded or lost:
             self.since, self.lost = time.monotonic(), lost
 

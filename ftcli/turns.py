@@ -41,7 +41,10 @@ class Template:
 
     def using(self, variables: Mapping[str, Any]) -> Template:
         """Return the template with values of its variables; raises `RowError` for one that it never reads."""
-        return _using(self, json.dumps(variables, sort_keys=True)) if variables else self
+        try:
+            return _using(self, json.dumps(variables, sort_keys=True)) if variables else self
+        except TypeError as error:  # columns may hold dates, which a reader of JSON makes of text
+            raise RowError(f"`chat_template_kwargs` has a value that is none of JSON: {error}") from None
 
     def render(self, messages: Messages, tools: list[Any] | None, *, prompt: bool = False) -> str:
         """Return the text of a conversation; with `prompt`, up to where the assistant answers next.

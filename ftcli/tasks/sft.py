@@ -117,6 +117,8 @@ class Task:
             prompt, answer = example["prompt"], example["completion"]
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             return {"messages": turns, "tools": example.get("tools")}
+        if "prompt" in example and self.options.chat == "never":
+            raise RowError("has what only a chat holds (system, tools, ...), and task_options.chat is never")
         if not has_template:
             raise RowError("has messages, but the tokenizer has no chat template")
         return example

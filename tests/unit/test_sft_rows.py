@@ -63,6 +63,15 @@ def test_train_on_says_which_turns_are_trained(model: Path, train_on: str, expec
     assert shown(task(model, train_on=train_on), {"messages": TURNS}) == expected
 
 
+@pytest.mark.parametrize("more", [{"system": "Be kind."}, {"tools": [{"type": "function", "function": {"name": "f"}}]}])
+def test_a_text_row_with_what_only_a_chat_holds_is_refused_where_there_are_no_chats(
+    model: Path, more: dict[str, Any]
+) -> None:
+    plain = task(model, chat="never")
+    with pytest.raises(RowError, match="has what only a chat holds"):
+        plain.encode({"prompt": "p", "completion": "c"} | more, {})
+
+
 def test_train_on_all_trains_the_prompt_of_a_plain_completion_too(model: Path) -> None:
     row = {"prompt": "1 + 1 =", "completion": " 2"}
     assert shown(task(model, chat="never"), row) == "1 + 1 =⟦ 2<|im_end|>⟧"

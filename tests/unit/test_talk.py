@@ -121,6 +121,11 @@ def test_a_question_is_forgotten_when_it_is_stopped_before_anything_is_said(talk
     assert found.turns == [] and "stopped before it said anything; the question is forgotten" in shown
 
 
+def test_a_space_makes_a_question_of_every_command(talk: Talk) -> None:
+    found, _ = talk(" /quit", "/quit", "hello", max_new_tokens=2)
+    assert [turn["content"] for turn in found.turns[::2]] == ["/quit"]
+
+
 def test_bytes_that_are_no_text_are_replaced_before_a_tokenizer_sees_them(talk: Talk) -> None:
     found, _ = talk("h\udcffi", max_new_tokens=2)
     assert found.turns[0]["content"] == "h\ufffdi"

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from .errors import EXIT_INPUT
 from .faults import failure_records
 from .run_folder import HEARTBEATS, RunFolder
 
@@ -23,6 +24,7 @@ class RankWatch:
     def __init__(self, folder: RunFolder, launch: str) -> None:
         self.since: float | None = None  # when trouble was seen first, on the monotonic clock
         self.lost: list[int] = []  # ranks that had died without a word by then
+        self.is_input = False  # a rank told what is wrong with the user's input
         self._folder, self._launch = folder, launch
         self._stale = failure_records(folder)
         self._processes: dict[str, int | None] = {}  # name of a heartbeat -> its process; None: of another launch
@@ -32,10 +34,12 @@ class RankWatch:
         if self.since is not None:
             return
         gone = self._gone()  # before the records are read: a rank may record and end in between
-        recorded = {record["rank"] for record in self.records()}
+        records = self.records()
+        recorded = {record["rank"] for record in records}
         lost = [rank for rank in gone if rank not in recorded]
         if recorded or lost:
             self.since, self.lost = time.monotonic(), lost
+            self.is_input = any(record["exit_code"] == EXIT_INPUT for record in records)
 
     def records(self) -> list[dict[str, Any]]:
         """Return the failures that ranks of this run have recorded, the earliest first."""

@@ -7,6 +7,7 @@ several, or that occurs several times in an epoch, has one name. No device and n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .rows import image_files, local_path
@@ -29,7 +30,9 @@ def _of_prepared(sources: list[Source], rows: PreparedRows) -> NameRows:
     def names(ids: Iterable[int]) -> list[str]:
         numbers = sorted(ids)
         found = rows.train.select_columns(["source", "row"]).select(numbers)[:]
-        return _once(_name(sources[s], row) for s, row in zip(found["source"], found["row"], strict=True))
+        images = {s: _images(sources[s]) for s in set(found["source"])}  # a folder is listed once
+        rows_of = zip(found["source"], found["row"], strict=True)
+        return _once(str(images[s][row]) if images[s] else f"{sources[s].path}:{row + 1}" for s, row in rows_of)
 
     return names
 
@@ -43,12 +46,10 @@ def _of_stream(stream: StreamLoader) -> NameRows:
     return names
 
 
-def _name(source: Source, row: int) -> str:
-    """Return the name of a source's row: the image where it is a folder of them, else the source and a number."""
+def _images(source: Source) -> list[Path]:
+    """Return the images of a source that is a folder of them; their numbers are those of its rows."""
     path = local_path(source.path)
-    if path is not None and path.is_dir():
-        return str(image_files(path)[row][0])
-    return f"{source.path}:{row + 1}"
+    return [image for image, _ in image_files(path)] if path is not None and path.is_dir() else []
 
 
 def _once(names: Iterable[str]) -> list[str]:

@@ -237,6 +237,9 @@ def _wait(
             watch.look()
             if is_stopping and watch.since is None and is_loading():
                 return ENDED_EARLY
+        if watch.is_input and not folder.status().get("step"):  # others wait for rows that nobody prepares; none saves
+            child.kill()  # it would print a stack of its own about its end
+            return None
         if watch.since is not None and time.monotonic() - watch.since > FAILURE_GRACE_SECONDS:
             say(f"ftcli: {watch.told() or 'a rank has failed'}, and others hang: ending all processes")
             return None

@@ -399,7 +399,7 @@ def test_a_bad_row_that_launched_ranks_find_is_the_last_thing_said(inputs: Path,
     told = "rank 0: row 3 of messages.jsonl: message 2 has no text `content`\n    mend that row, take it "
     told += "out, or let a few be left out with data.max_bad_rows\n"
     assert result.stderr.endswith(told)
-    assert result.stdout == ""
+    assert result.stdout == "" and "Traceback" not in result.stderr and "others hang" not in result.stderr
     assert json.loads((output / "status.json").read_text())["exit_code"] == 2
     mended = write_recipe(tmp_path, {})
     again = run_process(inputs, "train", mended, *arguments)

@@ -39,6 +39,7 @@ from .checkpoint_folder import (
     write_durably,
 )
 from .errors import InputError
+from .metric_names import metric_names, require_metric
 from .parts import Part, Stretches, copy, size_on_host, stretches, wait_for_copies
 from .run_folder import package_versions
 from .saving import on_every_rank
@@ -67,7 +68,7 @@ def save(run: Run, step: int, metrics: dict[str, float] | None = None, *, backgr
     if run.folder is None or run.is_measured_only or not run.flags.settle():
         return None
     run.heart.beat("saving", step)
-    _check_metric(run.recipe.checkpoint, metrics)
+    _check_metric(run, metrics)
     run.saving.wait()
     folder, state = checkpoint_path(run.folder.path, step), _state(run, step, metrics or {})
     live = stretches(run.hardware.pieces(run.model, run.optimizer))
@@ -110,7 +111,7 @@ def make_up(run: Run, metrics: dict[str, float] | None) -> None:
     """
     if run.folder is None or run.first_step == 0 or metrics is None or run.is_measured_only:
         return
-    _check_metric(run.recipe.checkpoint, metrics)
+    _check_metric(run, metrics)
     folder, ranks = checkpoint_path(run.folder.path, run.first_step), run.hardware.ranks
 
     def write() -> None:
@@ -290,12 +291,11 @@ def _write(run: Run, folder: Path, state: dict[str, Any], parts: Iterable[Part])
         raise
 
 
-def _check_metric(section: Checkpoint, metrics: dict[str, float] | None) -> None:
-    if metrics and section.keep_best is not None and section.keep_best.metric not in metrics:
-        raise InputError(
-            f"checkpoint.keep_best.metric: an evaluation has no metric {section.keep_best.metric}",
-            hint=f"one of {', '.join(metrics)}",
-        )
+def _check_metric(run: Run, metrics: dict[str, float] | None) -> None:
+    """Raise `InputError` for a metric that decides and is not there; what the task declares was checked before."""
+    best = run.recipe.checkpoint.keep_best
+    if metrics and best is not None and metric_names(run.recipe, type(run.task)) is None:
+        require_metric(best.metric, metrics)
 
 
 def _check_names(stored: dict[str, list[int]], wanted: dict[str, list[int]], folder: Path) -> None:

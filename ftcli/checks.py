@@ -56,6 +56,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     from .adapters import adapter_problems
     from .attention import check_attention
     from .corpora import check_corpus
+    from .metric_names import check_metric
     from .prompts import prompts_of
     from .rows import check_source, model_folder
     from .tasks import find_task, is_own
@@ -68,6 +69,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     model_folder(recipe.model.name)
     if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
         check_attention(recipe, find_task(recipe.task).Task)
+        check_metric(recipe, find_task(recipe.task).Task)
     for source in recipe.data.train_sources:
         check = check_corpus if recipe.data.streaming else check_source
         check(source, recipe.data.columns_of(source))

@@ -59,6 +59,7 @@ LIGHT_MODULES = [
     "resumption",
     "faults",
     "saving",
+    "metric_names",
     "new_recipe",
     "prompts",
     "generation",

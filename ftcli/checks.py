@@ -58,6 +58,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     from .corpora import check_corpus
     from .metric_names import check_metric
     from .prompts import prompts_of
+    from .row_counts import check_row_counts
     from .rows import check_source, model_folder
     from .tasks import find_task, is_own
     from .template_variables import check_recipe
@@ -77,6 +78,8 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     for source in data.eval_sources:
         check_source(source, data.columns_of(source), most_bad=data.max_bad_rows)
     format_facts(recipe)
+    splits = data.truncation == "split" or (data.truncation is None and recipe.task == "pretrain")
+    check_row_counts(recipe, may_split=splits or is_own(recipe.task))
 
 
 def format_facts(recipe: Recipe) -> dict[str, str]:

@@ -85,10 +85,10 @@ def first_columns(source: Source, *, most_bad: int = 0) -> list[str] | None:
             start = file.read(FIRST_CHARACTERS).lstrip().removeprefix("[")
     except UnicodeDecodeError:  # it is told, with its line, when all rows are read
         return None
-    return list(dict.fromkeys(name for row in islice(_objects(start), 1 + most_bad) for name in row)) or None
+    return list(dict.fromkeys(name for row in islice(json_objects(start), 1 + most_bad) for name in row)) or None
 
 
-def _objects(text: str) -> Iterator[dict[str, Any]]:
+def json_objects(text: str) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects that stand one after the other in a text, up to what is none."""
     decoder, at = json.JSONDecoder(), 0
     try:

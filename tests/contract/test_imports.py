@@ -58,6 +58,7 @@ LIGHT_MODULES = [
     "checkpoint_folder",
     "resumption",
     "faults",
+    "row_counts",
     "saving",
     "metric_names",
     "new_recipe",

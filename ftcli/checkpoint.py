@@ -38,7 +38,7 @@ from .checkpoint_folder import (
     size_of,
     write_durably,
 )
-from .errors import InputError
+from .errors import DiskError, InputError
 from .metric_names import metric_names, require_metric
 from .parts import Part, Stretches, copy, size_on_host, stretches, wait_for_copies
 from .run_folder import package_versions
@@ -62,8 +62,9 @@ def save(run: Run, step: int, metrics: dict[str, float] | None = None, *, backgr
     None when the run has none, or when the newest step was bad and will be undone. It is complete on return, or with
     `background` when `run.saving.wait()` returns: then all values are copied to the host, and the disk is a thread's
     affair. The next save waits by itself.
-    Raises, on every rank, `RuntimeError` when a rank could not write this checkpoint (or the last one, in the
-    background), and `InputError` when ranks do not share the run folder.
+    Raises, on every rank, `DiskError` when a rank could not write this checkpoint (or the last one, in the
+    background), `RuntimeError` when something else went wrong there, and `InputError` when ranks do not share the
+    run folder.
     """
     if run.folder is None or run.is_measured_only or not run.flags.settle():
         return None
@@ -285,7 +286,7 @@ def _write(run: Run, folder: Path, state: dict[str, Any], parts: Iterable[Part])
         records = on_every_rank(ranks, what, write)
         state["files"] = {name: record for part in records for name, record in part.items()}
         on_every_rank(ranks, what, finish)
-    except RuntimeError:
+    except (RuntimeError, DiskError):
         if ranks.is_main:
             shutil.rmtree(temporary, ignore_errors=True)  # nothing will come of it, and the disk may be full
         raise

@@ -104,7 +104,8 @@ class RunFolder:
         finally:
             lock = _LOCKS.pop(key)
             if lock is not None:
-                (self.path / LOCK).unlink(missing_ok=True)
+                with suppress(OSError):  # a disk that takes no changes any more: that error is on its way
+                    (self.path / LOCK).unlink(missing_ok=True)
                 os.close(lock)
 
     def _lock(self) -> None:
@@ -253,10 +254,7 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DiskError(
-            f"{path} could not be written: {error.strerror or error}. Checkpoints that stand are whole; when the disk "
-            "takes files again, --resume auto goes on"
-        ) from error
+        raise DiskError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 def _real(path: Path) -> Path:

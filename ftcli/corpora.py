@@ -10,6 +10,7 @@ import glob
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,9 +103,12 @@ def list_files(source: Source) -> tuple[list[str], list[int | None]] | None:
 
 
 def corpus_digest(source: Source) -> Any:
-    """Return what stands for the content of a source that is too large to be read: names and sizes of its files."""
-    listed = list_files(source)
-    return ["stream", source.path, source.name, source.split, source.revision, listed]
+    """Return what stands for the content of a source that is too large to be read: names and sizes of its files.
+
+    Of a data set on the hub it is the commit, which is also what is read.
+    """
+    content = list_files(source) or _commit(source)
+    return ["stream", source.path, source.name, source.split, source.revision, content]
 
 
 def columns_of_stream(source: Source, *, most_bad: int = 0) -> list[str] | None:
@@ -305,4 +309,19 @@ def _open_hub(source: Source) -> IterableDataset:
     from .rows import told_of_hub
 
     with told_of_hub(source):
-        return load_dataset(source.path, source.name, split=source.split, revision=source.revision, streaming=True)
+        return load_dataset(source.path, source.name, split=source.split, revision=_commit(source), streaming=True)
+
+
+def _commit(source: Source) -> str | None:
+    """Return the commit of a data set on the hub that its revision stands for, the same one as long as we run."""
+    from .rows import told_of_hub
+
+    with told_of_hub(source):
+        return _commit_of(source.path, source.revision)
+
+
+@cache
+def _commit_of(name: str, revision: str | None) -> str | None:
+    from huggingface_hub import HfApi
+
+    return HfApi().dataset_info(name, revision=revision).sha

@@ -206,9 +206,12 @@ def test_a_first_row_of_another_shape_is_refused_only_beyond_the_bound(folder: P
             check_inputs(recipe(data, model={"name": "model"}))
 
 
-def test_a_revision_is_part_of_what_is_read(folder: Path) -> None:
-    revisions = [corpus_digest(Source(path="user/corpus", revision=revision)) for revision in ("v1", "v2")]
-    assert revisions[0] != revisions[1]
+def test_a_data_set_on_the_hub_that_cannot_be_asked_for_its_commit_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="user/corpus is neither on this machine nor reachable on the hub"):
+        corpus_digest(Source(path="user/corpus"))
 
 
 def test_check_says_which_process_reads_what(folder: Path) -> None:

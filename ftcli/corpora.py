@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe, Source
 
 FIRST_ROWS = 256  # that stand for a stream where some of its rows must be known: its format, its preview
+COMMIT = re.compile("[0-9a-f]{40}")
 WANTED_FILES = 8  # with which the usual numbers of processes share out the reading
 
 
@@ -308,20 +310,22 @@ def _open_hub(source: Source) -> IterableDataset:
 
     from .rows import told_of_hub
 
+    commit = _commit(source)
+    revision = commit if COMMIT.fullmatch(commit) else source.revision  # else it is this machine's own copy
     with told_of_hub(source):
-        return load_dataset(source.path, source.name, split=source.split, revision=_commit(source), streaming=True)
+        return load_dataset(source.path, source.name, split=source.split, revision=revision, streaming=True)
 
 
-def _commit(source: Source) -> str | None:
+def _commit(source: Source) -> str:
     """Return the commit of a data set on the hub that its revision stands for, the same one as long as we run."""
     from .rows import told_of_hub
 
     with told_of_hub(source):
-        return _commit_of(source.path, source.revision)
+        return _commit_of(source.path, source.name, source.revision)
 
 
 @cache
-def _commit_of(name: str, revision: str | None) -> str | None:
-    from huggingface_hub import HfApi
+def _commit_of(path: str, name: str | None, revision: str | None) -> str:
+    from datasets import load_dataset_builder
 
-    return HfApi().dataset_info(name, revision=revision).sha
+    return str(load_dataset_builder(path, name, revision=revision).hash)

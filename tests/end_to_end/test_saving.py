@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from ftcli.__main__ import main
+from ftcli.artifacts import PROBE
 from ftcli.checkpoint_folder import checkpoints_of, damage, step_of
 from ftcli.run_folder import RunFolder
 
@@ -233,6 +235,29 @@ def test_a_disk_of_checkpoints_that_goes_away_ends_the_run_and_those_that_stand_
     assert saved_steps(run) == [2, 4, 6]
 
 
+@pytest.mark.parametrize(
+    ("place", "obstacle", "told"),
+    [("final.tmp", "ln -s /dev/full", "File exists"), (PROBE, "mkdir", ".*I/O error: Is a directory.*")],
+)
+def test_final_weights_that_a_disk_refuses_are_told_and_written_when_it_takes_them(
+    place: str, obstacle: str, told: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.chdir(inputs)
+    command = ["train", "recipe.yaml", "--output", str(run), "--resume", "auto"]
+    with monkeypatch.context() as trouble, pytest.raises(SystemExit) as end:
+        trouble.setenv("DO_AT", "6")
+        trouble.setenv("DO", f"{obstacle} {run / place}")
+        main(command)
+    said = capsys.readouterr().err
+    assert end.value.code == 1 and "Traceback" not in said
+    assert re.search(f"error: {run}/final could not be written: {told}. Checkpoints .* --resume auto", said), said
+    (run / place).rename(tmp_path / "away")
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert not end.value.code and (run / "final" / "model.safetensors").exists() and (run / PROBE).is_file()
+
+
 OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]
 MAY_MOUNT = shutil.which("unshare") and not subprocess.run([*OWN_MOUNTS, "true"], capture_output=True).returncode
 
@@ -248,13 +273,13 @@ def test_a_disk_that_turns_read_only_ends_the_run_with_that_error_and_not_with_o
     twin.mkdir()
     command = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--output", str(run), "--resume", "auto"]
     turn = f"mount --bind {run} {twin} && mount -o remount,bind,ro {twin} && mount --bind {twin} {run}"
-    trouble = os.environ | {"DO_AT": "4", "DO": turn, "HF_HUB_OFFLINE": "1"}
+    trouble = os.environ | {"DO_AT": "6", "DO": turn, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([*OWN_MOUNTS, *command, *launch], capture_output=True, text=True, cwd=inputs, env=trouble)
     assert done.returncode == 1, done.stderr[-3000:]
     assert f"error: {run / 'metrics.jsonl'} could not be written: Read-only file system. Checkpoints" in done.stderr
     last = done.stderr.splitlines()[-1]
     assert "--resume auto goes on" in last and "could not be written" in last or "takes no files any more" in last
-    assert 2 in saved_steps(run) and all(damage(folder) == "" for folder in checkpoints_of(run))
+    assert saved_steps(run)[0] == 2 and all(damage(folder) == "" for folder in checkpoints_of(run))
     done = subprocess.run(command, capture_output=True, text=True, cwd=inputs)
-    assert done.returncode == 0 and "goes on after step 2" in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 0 and "ftcli: goes on after step" in done.stderr, done.stderr[-3000:]
     assert saved_steps(run) == [2, 4, 6]

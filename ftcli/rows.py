@@ -6,7 +6,9 @@ tokens nor tasks, and imports `datasets` only inside functions, so that `ftcli c
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 import json
 import os
 import re
@@ -20,12 +22,14 @@ from .assets import asset_path
 from .errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    import pyarrow as pa
+    from datasets import Dataset, Features
 
     from .recipe import Source
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ONE_A_LINE = "a .jsonl file has one JSON object a line"
+FIRST_BYTES = 10 * 2**20  # of a .jsonl file, from which `datasets` infers its columns
 FIRST_CHARACTERS = 2**20  # in which the first row of a JSON file must end to be looked at
 WHITE = re.compile(r"[\s,]*")  # between the rows of a JSON file
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -213,7 +217,8 @@ def _read_local(path: Path) -> Dataset:
     if path.suffix != ".parquet":
         _require_utf8(path)
     try:
-        return load_dataset(FORMATS[path.suffix], data_files=str(path.absolute()), split="train")
+        kind, features = FORMATS[path.suffix], _features(path) if path.suffix == ".jsonl" else None
+        return load_dataset(kind, data_files=str(path.absolute()), split="train", features=features)
     except (DatasetGenerationError, ArrowInvalid) as error:
         cause = error.__cause__ or error
         raise _unreadable(path, cause) from cause
@@ -221,6 +226,40 @@ def _read_local(path: Path) -> Dataset:
         if "corresponds to no data" in str(error):  # a header and no more, or an empty list
             raise InputError(f"{path} has no rows", hint="give a file with at least one row") from None
         raise
+
+
+def _features(path: Path) -> Features | None:
+    """Return what `datasets` infers for the columns of a .jsonl file, where Arrow alone can tell; else None.
+
+    It first parses as much in Python, an object a line, to see whether all objects below the top level have the same
+    keys. Where Arrow finds no null there, they have.
+    """
+    from datasets import Features
+    from pyarrow import ArrowInvalid, ArrowNotImplementedError
+    from pyarrow.json import ReadOptions, read_json
+
+    with path.open("rb") as file:
+        first = (file.read(FIRST_BYTES) + file.readline()).removeprefix(codecs.BOM_UTF8)
+    if first[:1] == b"[":
+        return None
+    try:
+        table = read_json(io.BytesIO(first), read_options=ReadOptions(block_size=len(first)))
+    except (ArrowInvalid, ArrowNotImplementedError):  # it is told, with its line, when all rows are read
+        return None
+    is_regular = all(_has_no_gap(chunk) for column in table.columns for chunk in column.chunks)
+    return Features.from_arrow_schema(table.schema) if is_regular else None
+
+
+def _has_no_gap(column: pa.Array) -> bool:
+    """Say whether all objects in a column have a value for each of their keys."""
+    import pyarrow as pa
+
+    if pa.types.is_list(column.type):
+        return _has_no_gap(column.flatten())
+    if not pa.types.is_struct(column.type):
+        return True
+    inner = column.flatten()
+    return bool(inner) and all(each.null_count == 0 and _has_no_gap(each) for each in inner)
 
 
 def _require_utf8(path: Path) -> None:

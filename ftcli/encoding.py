@@ -183,19 +183,22 @@ def _counted(number: int, found: list[Row] | RowError, counts: Counts) -> list[R
     if isinstance(found, ValueError):
         counts.bad.append((number, str(found)))
         return []
-    was_cut = [row.pop("cut", False) for row in found]
-    kept = [{**row, "row": number} for row in found if row.get("items", 1)]
+    kept, was_cut = [], False
+    for row in found:
+        was_cut |= row.pop("cut", False)
+        if items := row.get("items", 1):
+            counts.items += items
+            counts.tokens += len(row.get("input_ids", ()))
+            kept.append({**row, "row": number})
+    counts.documents += len(kept)
     counts.dropped += not found
-    counts.cut += any(was_cut)
+    counts.cut += was_cut
     if len(found) > 1:
         counts.split += 1
         counts.pieces += len(kept)
     if found and not kept:
         counts.untrained += 1
-        counts.untrained_cut += any(was_cut)
-    counts.documents += len(kept)
-    counts.items += sum(row.get("items", 1) for row in kept)
-    counts.tokens += sum(len(row.get("input_ids", ())) for row in kept)
+        counts.untrained_cut += was_cut
     return kept
 
 

@@ -261,8 +261,8 @@ def _answers(pipes: list[Connection]) -> Iterator[Counts]:
 def _copy(*given: Any) -> None:
     """Work chunks off in a copy of the process that waits for them, and there in a thread.
 
-    The memory of the main thread is in pieces, left from a program's start. A thread allocates in memory of its own
-    (glibc's), where tokenizers take a fifth less time.
+    There tokenizers take a fifth less time (measured, benchmarks/README.md): likely because the main thread's memory
+    is in pieces since the program's start, and glibc gives a thread memory of its own.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its copies

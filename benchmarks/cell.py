@@ -46,7 +46,6 @@ TRACED = 3
 def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
     """Train a cell on this process."""
     import torch
-
     from cells.clock import Clock
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.processes))
@@ -58,32 +57,25 @@ def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
 
 def make_inputs(cell: Cell, work: Path) -> Inputs:
     """Return the inputs of a cell, made by processes of their own the first time: this one stays light."""
+    from filelock import FileLock
+
     inputs = inputs_of(cell, work)
     inputs.model.parent.mkdir(parents=True, exist_ok=True)
-    makers = [
-        (
-            inputs.model,
-            f"from cells.models import write_model; write_model({cell.shape!r}, Path({str(inputs.model)!r}))",
-        ),
-        (
-            inputs.rows,
-            f"from cells.cell import Cell, Inputs; from cells.rows import write_packed, write_recipe; "
-            f"inputs = Inputs(*map(Path, {[str(path) for path in asdict(inputs).values()]!r})); "
-            f"write_recipe({cell!r}, inputs); write_packed(inputs.recipe, inputs.rows)",
-        ),
-    ]
-    for path, code in makers:
-        if not path.exists():
-            where = os.pathsep.join([str(HOME), str(HOME.parent), os.environ.get("PYTHONPATH", "")])
-            line = [sys.executable, "-c", f"from pathlib import Path; {code}"]
-            subprocess.run(line, check=True, env=os.environ | {"PYTHONPATH": where})
+    makers = [(inputs.model, "make_model"), (inputs.rows, "make_rows")]
+    if cell.lora:
+        makers.append((inputs.adapter, "make_adapter"))
+    where = os.pathsep.join([str(HOME), str(HOME.parent), os.environ.get("PYTHONPATH", "")])
+    for path, maker in makers:
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                line = [sys.executable, "-m", "cells.making", maker, json.dumps(asdict(cell)), str(work)]
+                subprocess.run(line, check=True, env=os.environ | {"PYTHONPATH": where})
     return inputs
 
 
 def facts_of(cell: Cell, inputs: Inputs, ranks: list[Measured]) -> dict[str, Any]:
     """Return what is known of a cell once its ranks have reported."""
     import numpy as np
-
     from cells.flops import flops, peak_of
     from cells.rows import PackedRows
 

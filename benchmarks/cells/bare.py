@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .adapters import with_adapter
 from .cell import Cell, Inputs, Measured
 from .clock import Clock
 from .rows import Documents, PackedRows
@@ -92,28 +93,13 @@ def load(cell: Cell, inputs: Inputs, chosen: dict[str, Any]) -> Any:
 
         _apply_liger_kernel_to_instance(model)
     if cell.lora:
-        model = with_lora(model, cell.lora)
+        model = with_adapter(model, inputs.adapter)
     if chosen["gradient_checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if chosen["compile"]:
         for layer in model.get_decoder().layers:
             layer.compile()
     return model.train()
-
-
-def with_lora(model: Any, r: int) -> Any:
-    """Return the model with a LoRA adapter on all linear layers, drawn from one seed."""
-    from peft import get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(model, lora_config(r))
-
-
-def lora_config(r: int) -> Any:
-    """Return peft's configuration of the adapter of a cell."""
-    from peft import LoraConfig
-
-    return LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
 
 
 def to_batch(documents: Documents, device: torch.device) -> dict[str, Any]:

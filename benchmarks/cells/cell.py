@@ -54,18 +54,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files that all peers of a cell read: weights, rows, and the same as a recipe."""
+    """Files that all peers of a cell read: weights, rows, the same as a recipe, and an adapter where one is trained."""
 
     model: Path
     rows: Path
     recipe: Path
+    adapter: Path
 
 
 def inputs_of(cell: Cell, work: Path) -> Inputs:
     """Return where the inputs of a cell are, or will be."""
     rows = f"{cell.task}-{cell.length}-{cell.global_size}x{cell.steps}"
     folder = work / cell.shape
-    return Inputs(folder / "model", folder / f"{rows}.npz", folder / f"{rows}.yaml")
+    return Inputs(folder / "model", folder / f"{rows}.npz", folder / f"{rows}.yaml", folder / f"lora-{cell.lora}")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from .bare import lora_config
+from .adapters import with_adapter
 from .cell import Cell, Inputs, Measured
 from .clock import Clock
 from .rows import PackedRows
@@ -30,6 +30,8 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     kernel = chosen.pop("attn_implementation", "sdpa")
     dtype = torch.bfloat16 if cell.precision == "bf16_pure" or cell.lora else torch.float32
     model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=dtype, attn_implementation=kernel)
+    if cell.lora:
+        model = with_adapter(model, inputs.adapter)
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(output_dir=folder, **(same_work(cell) | chosen))
         trainer = watched(SFTTrainer, clock)(
@@ -37,7 +39,6 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
             args=config,
             train_dataset=as_dataset(PackedRows(inputs.rows, cell.global_size)),
             processing_class=AutoTokenizer.from_pretrained(inputs.model),
-            peft_config=lora_config(cell.lora) if cell.lora else None,
         )
         trainer.train()
     return clock.read(attn_implementation=kernel, **{name: getattr(config, name) for name in TOLD})

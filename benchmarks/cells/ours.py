@@ -24,7 +24,8 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
 
     wanted = PackedRows(inputs.rows, cell.global_size).digests
     folder = RunFolder(inputs.recipe.with_suffix(".run"))
-    adapter = ["adapter.type=lora", f"adapter.r={cell.lora}", f"adapter.lora_alpha={2 * cell.lora}"]
+    sizes = [f"adapter.r={cell.lora}", f"adapter.lora_alpha={2 * cell.lora}"]
+    adapter = ["adapter.type=lora", *sizes, f"adapter.path={inputs.adapter.resolve()}"]
     given = [
         f"precision={cell.precision}",
         f"optimizer.learning_rate={cell.learning_rate}",

@@ -48,7 +48,8 @@ def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
     import torch
     from cells.clock import Clock
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.processes))
+    if not cell.cpu:  # as ftcli's launcher does; Accelerate's own default is one
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.processes))
     if torch.cuda.is_available() and not cell.cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     measured: Measured = importlib.import_module(f"cells.{PEERS[cell.peer]}").train(cell, inputs, Clock(cell, started))
@@ -133,7 +134,6 @@ def main() -> None:
         file.write(f"{json.dumps(line)}\n")
     if trace is not None:
         trace.write_text(f"{told_of(line)}\n\n{ranks[0].trace}\n")
-        print(ranks[0].trace)
     print(told_of(line))
 
 

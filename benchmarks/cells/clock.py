@@ -45,7 +45,7 @@ class Clock:
             self._trace(len(self.marks))
 
     def _trace(self, step: int) -> None:
-        """Profile the last steps, apart from the first rank's nobody's."""
+        """Profile the last steps."""
         from . import trace
 
         first = self.cell.steps - self.cell.traced

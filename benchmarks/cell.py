@@ -47,10 +47,12 @@ def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
     """Train a cell on this process."""
     import torch
     from cells.clock import Clock
+    from ftcli.hardware.rehearsal import start_on_cpu
 
-    if not cell.cpu:  # as ftcli's launcher does; Accelerate's own default is one
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.processes))
-    if torch.cuda.is_available() and not cell.cpu:
+    if cell.cpu:
+        start_on_cpu()
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.processes))  # as ftcli's launcher does
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     measured: Measured = importlib.import_module(f"cells.{PEERS[cell.peer]}").train(cell, inputs, Clock(cell, started))
     return measured

@@ -30,9 +30,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
 
     chosen = settings(cell)
     precision = "bf16" if cell.precision == "bf16" else "no"
-    accelerator = Accelerator(
-        mixed_precision=precision, gradient_accumulation_steps=cell.accumulation, cpu=cell.cpu or None
-    )
+    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=cell.accumulation)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": cell.micro_size,

@@ -3,11 +3,17 @@
     python benchmarks/cell.py --shape llama-3.2-1b --length 4096 --micro-size 4 --task sft --peer ftcli --facts FILE
 
 All peers of a cell train the same weights (random, one seed, written once) and the same packed rows in the same order,
-so their curves must agree: the line says how far this one is from the line of the peer `bare` in the same file. Peers:
-`ftcli`, the program with all its checks on; `bare`, the least that trains packed rows on Accelerate; `trl` with its
-best settings and `trl-default` with its own. `--set KEY=VALUE` is a key of the recipe for ftcli, else a setting of
-the peer (the files in cells/ list them). `--trace FILE` profiles the last three steps and writes where their time
-went; such a line counts for no table. A rehearsal without a GPU: `--shape tiny --length 128 --cpu --steps 8 --warm 3`.
+so their curves must agree: the line says how far this one is from the reference, the newest line of the peer `bare` (of
+classifiers `hf-trainer`) of the same cell in the same file. Peers:
+
+    ftcli               the program with all its checks on; only what follows the last step is left out
+    bare                the least that trains packed rows on Accelerate
+    trl, trl-default    TRL's SFTTrainer with its best settings, and with its own
+    hf-trainer          transformers' Trainer on a classifier; hf-trainer-default: as the example scripts have it
+
+`--set KEY=VALUE` is a key of the recipe for ftcli, else a setting of the peer (the files in cells/ list them).
+`--trace FILE` profiles the last three steps and writes where their time went; such a line counts for no table.
+A rehearsal without a GPU: `--shape tiny --length 128 --micro-size 2 --precision fp32 --cpu --steps 8 --warm 3`.
 """
 
 from __future__ import annotations
@@ -28,13 +34,15 @@ from typing import Any
 HOME = Path(__file__).resolve().parent
 sys.path[:0] = [str(HOME), str(HOME.parent)]
 
-from cells.cell import Cell, Inputs, Measured, inputs_of  # noqa: E402
+from cells.cell import CLASSIFIERS, LANGUAGE, Cell, Inputs, Measured, inputs_of  # noqa: E402
 
 PEERS = {
     "ftcli": "ours",
     "bare": "bare",
     "trl": "trl_sft",
     "trl-default": "trl_sft",
+    "hf-trainer": "trainer",
+    "hf-trainer-default": "trainer",
 }
 PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger-kernel", "flash-attn-4", "flash-attn",
@@ -47,6 +55,7 @@ def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
     """Train a cell on this process."""
     import torch
     from cells.clock import Clock
+
     from ftcli.hardware.rehearsal import start_on_cpu
 
     if cell.cpu:
@@ -92,6 +101,7 @@ def facts_of(cell: Cell, inputs: Inputs, ranks: list[Measured]) -> dict[str, Any
     losses = [statistics.fmean(values) for values in zip(*(rank.losses for rank in ranks), strict=True)]
     return {
         "tokens a second a GPU": processed / each,
+        "rows a second a GPU": len(timed) * cell.global_size / each,
         "trained tokens a second a GPU": trained / each,
         "MFU": None if peak is None else spent / each / peak,
         "TFLOP/s": spent / each / 1e12,
@@ -146,7 +156,7 @@ def arguments() -> tuple[dict[str, Any], Path, Path, Path | None]:
     parser.add_argument("--shape", required=True)
     parser.add_argument("--length", type=int, required=True, help="tokens of a packed row")
     parser.add_argument("--micro-size", type=int, required=True, help="rows of one forward of one process")
-    parser.add_argument("--task", default="sft", choices=("sft", "pretrain"))
+    parser.add_argument("--task", default="sft", choices=(*LANGUAGE, *CLASSIFIERS))
     parser.add_argument("--profile", default="single")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)

@@ -19,11 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from cells.curves import read  # noqa: E402
+from cells.curves import REFERENCES, read  # noqa: E402
 from cells.goals import SPEED, judge  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
-HEAD = ["", "tokens/s a GPU", "trained", "of bare", "MFU", "step p50 (p95), ms", "GiB", "first step, s", "curve"]
+SPEEDS = ["tokens/s a GPU", "trained", "rows/s a GPU", "of the reference", "MFU"]
+HEAD = ["", *SPEEDS, "step p50 (p95), ms", "GiB", "first step, s", "curve"]
 
 
 def cells_of(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -52,7 +53,7 @@ def title_of(line: dict[str, Any]) -> str:
 
 def table(cell: list[dict[str, Any]]) -> list[str]:
     """Return the table of a cell, fastest first; a dash stands where nothing is known or nothing counts."""
-    reference = next((line for line in cell if line["peer"] == "bare"), None)
+    reference = next((line for line in cell if line["peer"] in REFERENCES), None)
     rows = [HEAD, ["---"] * len(HEAD)]
     for line in sorted(cell, key=lambda line: -line[SPEED]):
         far = line.get("apart")
@@ -65,6 +66,7 @@ def table(cell: list[dict[str, Any]]) -> list[str]:
                 name_of(line),
                 f"{line[SPEED]:,.0f}",
                 f"{line['trained tokens a second a GPU']:,.0f}",
+                f"{line['rows a second a GPU']:,.1f}",
                 f"{line[SPEED] / reference[SPEED]:.3f}" if counts and reference is not None else "-",
                 "-" if line["MFU"] is None or line["lora"] else f"{100 * line['MFU']:.1f} %",
                 f"{1000 * line['step p50']:.1f} ({1000 * line['step p95']:.1f})",
@@ -133,7 +135,7 @@ def draw(cells: list[list[dict[str, Any]]], folder: Path) -> list[str]:
         bars.margins(x=0.15)
         bars.set_title("tokens a second a GPU", fontsize="small")
         for line in cell:
-            wide = 5 if line["peer"] == "bare" else 1.2
+            wide = 5 if line["peer"] in REFERENCES else 1.2
             curves.plot(range(1, len(line["losses"]) + 1), line["losses"], linewidth=wide, label=name_of(line))
         curves.set_title("loss", fontsize="small")
         curves.set_xlabel("step")

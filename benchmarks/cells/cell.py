@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 LANGUAGE = ("sft", "pretrain")
-MEDIAN, SIGMA = 330, 0.9  # tokens of a document, log-normal: chats
+CLASSIFIERS = ("text_classification", "image_classification")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-REFERENCE = "bare"
+REFERENCES = ("bare", "hf-trainer")  # of language models, of classifiers
 LOSS, NORM = 2e-2, 5e-2  # of the value, relative: what kernels and roundings explain in a few dozen steps of bfloat16
 
 
@@ -32,8 +32,8 @@ def _relative(value: float, wanted: float) -> float:
 
 def compare(line: dict[str, Any], facts: Path) -> dict[str, Any]:
     """Return how far a line is from the newest reference of its cell; an empty answer where there is none yet."""
-    references = [old for old in read(facts) if old["peer"] == REFERENCE and old["cell"] == line["cell"]]
-    if line["peer"] == REFERENCE and not line["settings"] or not references:
+    references = [old for old in read(facts) if old["peer"] in REFERENCES and old["cell"] == line["cell"]]
+    if line["peer"] in REFERENCES and not line["settings"] or not references:
         return {}
     found = apart(line, references[-1])
     return {"apart": found, "agrees": found["losses"] <= LOSS and found["grad norms"] <= NORM}
@@ -54,4 +54,4 @@ def told_of(line: dict[str, Any]) -> str:
         return told
     far = line["apart"]
     verdict = "" if line["agrees"] else ": DOES NOT AGREE"
-    return f"{told}; from {REFERENCE}: loss {far['losses']:.1e}, norm {far['grad norms']:.1e}{verdict}"
+    return f"{told}; from the reference: loss {far['losses']:.1e}, norm {far['grad norms']:.1e}{verdict}"

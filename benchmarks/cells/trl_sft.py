@@ -18,6 +18,7 @@ from .adapters import with_adapter
 from .cell import Cell, Inputs, Measured
 from .clock import Clock
 from .rows import PackedRows
+from .trainer import same_work, watched
 
 
 def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
@@ -33,7 +34,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     if cell.lora:
         model = with_adapter(model, inputs.adapter)
     with tempfile.TemporaryDirectory() as folder:
-        config = SFTConfig(output_dir=folder, **(same_work(cell) | chosen))
+        config = SFTConfig(output_dir=folder, **(same_work(cell) | PACKED | chosen))
         trainer = watched(SFTTrainer, clock)(
             model=model,
             args=config,
@@ -44,6 +45,12 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     return clock.read(attn_implementation=kernel, **{name: getattr(config, name) for name in TOLD})
 
 
+PACKED = {
+    "packing": False,  # rows are packed already
+    "padding_free": True,
+    "max_length": None,
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+}
 TOLD = ("use_liger_kernel", "gradient_checkpointing", "torch_compile", "dataloader_num_workers")
 
 
@@ -55,29 +62,6 @@ def best(*, cpu: bool) -> dict[str, Any]:
         "use_liger_kernel": importlib.util.find_spec("liger_kernel") is not None and not cpu,
         "gradient_checkpointing": False,
         "dataloader_num_workers": 0 if cpu else 2,
-    }
-
-
-def same_work(cell: Cell) -> dict[str, Any]:
-    """Return what must be the same for all peers: rows, their order, optimizer, learning rate, clipping."""
-    return {
-        "per_device_train_batch_size": cell.micro_size,
-        "gradient_accumulation_steps": cell.accumulation,
-        "max_steps": cell.steps,
-        "learning_rate": cell.learning_rate,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "bf16": cell.precision != "fp32",
-        "packing": False,  # they are
-        "padding_free": True,
-        "max_length": None,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "train_sampling_strategy": "sequential",
-        "use_cpu": cell.cpu,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
     }
 
 
@@ -93,40 +77,3 @@ def as_dataset(rows: PackedRows) -> Any:
             "seq_lengths": [row.lengths.tolist() for row in held],
         }
     )
-
-
-def watched(trainer: type, clock: Clock) -> type:
-    """Return a Trainer class that tells the clock of its steps, without waiting for the device."""
-
-    class Watched(trainer):  # type: ignore[misc]
-        losses: list[Any] = []
-        norm: Any = None
-
-        def train(self, *args: Any, **kwargs: Any) -> Any:
-            clip = self.accelerator.clip_grad_norm_
-
-            def clip_and_keep(*given: Any, **named: Any) -> Any:
-                self.norm = clip(*given, **named)
-                return self.norm
-
-            self.accelerator.clip_grad_norm_ = clip_and_keep
-            self.add_callback(marks(self))
-            return super().train(*args, **kwargs)
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().training_step(*args, **kwargs)
-            self.losses.append(loss)
-            return loss
-
-    def marks(watching: Any) -> Any:
-        from transformers import TrainerCallback
-
-        class Marks(TrainerCallback):
-            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                norm = watching.norm if watching.norm is not None else float("nan")
-                clock.mark(sum(watching.losses), norm)
-                watching.losses.clear()
-
-        return Marks()
-
-    return Watched

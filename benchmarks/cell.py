@@ -9,6 +9,7 @@ classifiers `hf-trainer`) of the same cell in the same file. Peers:
     ftcli               the program with all its checks on; only what follows the last step is left out
     bare                the least that trains packed rows on Accelerate
     trl, trl-default    TRL's SFTTrainer with its best settings, and with its own
+    torchtitan          the profile fsdp only, and models whose head is not tied
     hf-trainer          transformers' Trainer on a classifier; hf-trainer-default: as the example scripts have it
 
 `--set KEY=VALUE` is a key of the recipe for ftcli, else a setting of the peer (the files in cells/ list them).
@@ -41,12 +42,13 @@ PEERS = {
     "bare": "bare",
     "trl": "trl_sft",
     "trl-default": "trl_sft",
+    "torchtitan": "titan",
     "hf-trainer": "trainer",
     "hf-trainer-default": "trainer",
 }
 PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger-kernel", "flash-attn-4", "flash-attn",
-    "torchao", "bitsandbytes", "triton",
+    "torchao", "bitsandbytes", "triton", "torchtitan",
 )  # fmt: skip
 TRACED = 3
 

@@ -162,7 +162,7 @@ def arguments() -> tuple[dict[str, Any], Path, Path, Path | None]:
     parser.add_argument("--profile", default="single")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "bf16_pure", "fp8"))
+    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "bf16_pure"))
     parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA adapter; 0: all weights are trained")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")

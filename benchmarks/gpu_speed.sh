@@ -4,7 +4,7 @@
 # Groups, in this order when none is named: one fsdp ddp lora zero3 rest ladder; those of more GPUs than there are have
 # no pieces. WORK holds weights (1B 2.5 GB, 8B 16 GB): memory (/dev/shm/...) is faster than most disks. RESULTS gets
 # facts.jsonl, log-*.txt and where-*.txt, the profiles. EXTRAS names a folder with packages that only some lines may
-# use (liger-kernel, flash-attn-4, trl); without it those are left out. QUICK=1: ten steps.
+# use (liger-kernel, flash-attn-4, trl, torchtitan); without it those are left out. QUICK=1: ten steps.
 # A rehearsal without GPUs: benchmarks/gpu_speed.sh WORK RESULTS 900 cpu
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -56,6 +56,8 @@ fsdp() {
     more 8b_fsdp_bare 200 "${at[@]}" --peer bare "${flash[@]}"
     more 8b_fsdp_ftcli 200 "${at[@]}" --peer ftcli --label extras
     more 8b_fsdp_trl 200 "${at[@]}" --peer trl
+    more 8b_fsdp_titan 200 "${at[@]}" --peer torchtitan
+    more 8b_fsdp_fp8 200 "${at[@]}" --peer ftcli --label fp8 --set precision=fp8 # its curve beside bf16's
     more 8b_fsdp_where 150 "${at[@]}" --peer ftcli --label extras --steps 10 --warm 3 --trace "$results/where-fsdp.txt"
 }
 
@@ -101,6 +103,14 @@ rest() {
     more 1b_sft_bare 100 "${at[@]}" --peer bare
     more 1b_sft_ftcli 100 "${at[@]}" --peer ftcli --label extras
     more 1b_sft_trl 120 "${at[@]}" --peer trl
+    at=(--shape bert-base --length 128 --micro-size 32 --task text_classification --precision bf16)
+    cell bert_trainer 90 "${at[@]}" --peer hf-trainer
+    cell bert_default 90 "${at[@]}" --peer hf-trainer-default
+    cell bert_ftcli 90 "${at[@]}" --peer ftcli --label "no extras"
+    at=(--shape vit-b16 --length 197 --micro-size 64 --task image_classification --precision bf16)
+    cell vit_trainer 120 "${at[@]}" --peer hf-trainer
+    cell vit_default 120 "${at[@]}" --peer hf-trainer-default
+    cell vit_ftcli 120 "${at[@]}" --peer ftcli --label "no extras" --set data.workers=8
 }
 
 ladder() { # each technique by itself, beside 1b_masters_ftcli; LADDER adds to it: KEY=VALUE words

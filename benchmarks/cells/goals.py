@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SPEED = "tokens a second a GPU"
+PLAIN_SETTINGS = ("attn_implementation=", "data.workers=", "precision=fp8")  # a line with others is a rung of the ladder
 Side = tuple[str, str]  # peer and label of a line
 PLAIN, EXTRAS = ("ftcli", "no extras"), ("ftcli", "extras")
 BARE, FLASH, TRL = ("bare", ""), ("bare", "flash-attn-4"), ("trl", "")
@@ -32,6 +33,9 @@ FSDP, ZERO = (LARGE | MASTERS | {"length": 8192, "profile": name, "lora": 0} for
 DDP = SMALL | MASTERS | {"profile": "ddp"}
 ALONE = {"profile": "single", "processes": 1}
 LORA = LARGE | {"length": 4096, "lora": 16}
+BERT = {"shape": "bert-base", "task": "text_classification", "profile": "single"}
+VIT = {"shape": "vit-b16", "task": "image_classification", "profile": "single"}
+DEFAULTS = ("hf-trainer-default", "")
 LARGE_PURE = LARGE | PURE | {"length": 4096, "lora": 0}
 
 GOALS = [
@@ -48,14 +52,18 @@ GOALS = [
     Goal("1B DDP x4, a GPU's share of one GPU alone", DDP | {"processes": 4}, EXTRAS, EXTRAS, 0.97, ALONE),
     Goal("8B x8192 FSDP2 x4, of the bare loop", FSDP, EXTRAS, FLASH, 1.05),
     Goal("8B x8192 FSDP2 x4, of TRL at its best", FSDP, EXTRAS, TRL, 1.5),
+    Goal("8B x8192 FSDP2 x4, of torchtitan", FSDP, EXTRAS, ("torchtitan", ""), 0.97),
+    Goal("8B x8192 FSDP2 x4 in fp8, of our bf16", FSDP, ("ftcli", "fp8"), EXTRAS, 1.2),
     Goal("8B x8192 ZeRO-3 x4, of our FSDP2", ZERO, EXTRAS, EXTRAS, 0.97, {"profile": "fsdp"}),
+    Goal("BERT-base, of the example script's defaults", BERT, PLAIN, DEFAULTS, 1.5),
+    Goal("ViT-B/16, of the example script's defaults", VIT, PLAIN, DEFAULTS, 1.5),
 ]
 
 
 def newest(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side) -> dict[str, Any] | None:
-    """Return the last untraced line of a peer and a label with these fields, of no settings but its kernel; or None."""
+    """Return the last untraced line of a peer and a label with these fields and PLAIN_SETTINGS at most; or None."""
     for line in reversed(lines):
-        is_plain = all(setting.startswith("attn_implementation=") for setting in line["settings"])
+        is_plain = all(setting.startswith(PLAIN_SETTINGS) for setting in line["settings"])
         fits = (line["peer"], line["label"]) == side and all(line[name] == value for name, value in where.items())
         if fits and is_plain and not line["traced"]:
             return line

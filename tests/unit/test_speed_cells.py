@@ -147,7 +147,7 @@ def test_a_goal_counts_only_with_curves_that_agree() -> None:
 def test_lines_of_other_settings_or_under_a_profiler_reach_no_goal() -> None:
     what = "1B bf16_pure, of TRL at its best"
     slow = line("ftcli", 90.0, label="extras")
-    switched = line("ftcli", 200.0, label="extras", settings=["data.workers=1"])
+    switched = line("ftcli", 200.0, label="extras", settings=["log.every_steps=1"])
     traced = line("ftcli", 300.0, label="extras", traced=3)
     assert told([line("trl", 100.0), slow, switched, traced], what) == (0.9, "missed")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SPEED = "tokens a second a GPU"
-PLAIN_SETTINGS = ("attn_implementation=", "data.workers=", "precision=fp8")  # a line with others is a rung of the ladder
+PLAIN_SETTINGS = ("attn_implementation=", "data.workers=", "precision=fp8")  # with others a line is of the ladder
 Side = tuple[str, str]  # peer and label of a line
 PLAIN, EXTRAS = ("ftcli", "no extras"), ("ftcli", "extras")
 BARE, FLASH, TRL = ("bare", ""), ("bare", "flash-attn-4"), ("trl", "")

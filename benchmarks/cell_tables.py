@@ -2,9 +2,10 @@
 
     python benchmarks/cell_tables.py benchmarks/speed.jsonl [MORE ...] [--readme benchmarks/README.md] [--plots FOLDER]
 
-Prints Markdown: goals and what was reached, a table for each cell, and the ladder: lines of ftcli that differ in one
-setting. With `--readme` it also takes the place of what stands between the two marks in that file; with `--plots`
-(needs matplotlib: pip install 'ftcli[notebook]') every cell is drawn: speeds as bars, losses of all peers in one plot.
+Prints Markdown: goals and what was reached, a table for each cell, and the ladder: lines of ftcli, labelled so, that
+differ in one setting. With `--readme` it also takes the place of what stands between the two marks in that file; with
+`--plots` (needs matplotlib: pip install 'ftcli[notebook]') every cell is drawn: speeds as bars, losses of all peers in
+one plot.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from cells.curves import REFERENCES, read  # noqa: E402
-from cells.goals import SPEED, judge  # noqa: E402
+from cells.goals import PLAIN, SPEED, judge  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
+LADDER = "ladder"  # label of lines that differ in one setting
 SPEEDS = ["tokens/s a GPU", "trained", "rows/s a GPU", "of the reference", "MFU"]
 HEAD = ["", *SPEEDS, "step p50 (p95), ms", "GiB", "first step, s", "curve"]
 
@@ -82,17 +84,20 @@ def ladder(cells: list[list[dict[str, Any]]]) -> list[str]:
     """Return what each setting of ftcli does to its speed and memory, by itself."""
     rows = [["cell", "setting", "speed", "GiB", "curve"], ["---"] * 5]
     for cell in cells:
-        plain = {line["label"]: line for line in cell if line["peer"] == "ftcli" and not line["settings"]}
+        base = next((line for line in cell if (line["peer"], line["label"]) == PLAIN), None)
         for line in cell:
-            base = plain.get(line["label"])
-            if line["peer"] != "ftcli" or not line["settings"] or base is None:
+            if line["label"] != LADDER or base is None:
                 continue
             far = max(abs(a / b - 1) for a, b in zip(line["losses"], base["losses"], strict=False))
             speed = f"{100 * (line[SPEED] / base[SPEED] - 1):+.1f} %"
             memory = f"{line['peak allocated GiB'] - base['peak allocated GiB']:+.1f}"
             setting = " ".join(f"`{setting}`" for setting in line["settings"])
             rows.append([title_of(line), setting, speed, memory, f"{far:.0e}"])
-    return ["**Each setting by itself**, against the same line without it", "", *markdown(rows), ""] if rows[2:] else []
+    return (
+        ["**Each setting by itself**, against `ftcli (no extras)` of the cell", "", *markdown(rows), ""]
+        if rows[2:]
+        else []
+    )
 
 
 def goals(lines: list[dict[str, Any]]) -> list[str]:

@@ -3,8 +3,9 @@
 # Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md says what it shows)
 # Groups, in this order when none is named: one fsdp ddp lora zero3 rest ladder; those of more GPUs than there are have
 # no pieces. WORK holds weights (1B 2.5 GB, 8B 16 GB): memory (/dev/shm/...) is faster than most disks. RESULTS gets
-# facts.jsonl, log-*.txt and where-*.txt, the profiles. EXTRAS names a folder with packages that only some lines may
-# use (liger-kernel, flash-attn-4, trl, torchtitan); without it those are left out. QUICK=1: ten steps.
+# facts.jsonl, log-*.txt and where-*.txt, the profiles. EXTRAS names folders (A:B) with packages that only some lines may
+# use (liger-kernel, flash-attn-4, trl, torchtitan); without it those are left out. OURS: what ftcli's lines that
+# may use them are given besides ("--set KEY=VALUE ..."). LADDER: more rungs, KEY=VALUE words. QUICK=1: ten steps.
 # A rehearsal without GPUs: benchmarks/gpu_speed.sh WORK RESULTS 900 cpu
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -29,7 +30,9 @@ cell() { # NAME SECONDS ARGUMENTS... : a cell without the packages of EXTRAS
 
 more() { # the same with them
     [ -z "$extras" ] && echo "$1: left out, EXTRAS names no folder" && return
-    PYTHONPATH="$PYTHONPATH:$extras" cell "$@"
+    local ours=()
+    [[ " $* " == *" --label extras "* ]] && read -ra ours <<<"${OURS:-}"
+    PYTHONPATH="$PYTHONPATH:$extras" cell "$@" "${ours[@]}"
 }
 
 has() { [ "$gpus" -ge "$1" ] || { echo "$2: left out, it takes $1 GPUs"; false; }; }
@@ -113,21 +116,22 @@ rest() {
     cell vit_ftcli 120 "${at[@]}" --peer ftcli --label "no extras" --set data.workers=8
 }
 
-ladder() { # each technique by itself, beside 1b_masters_ftcli; LADDER adds to it: KEY=VALUE words
+ladder() { # each technique by itself, beside 1b_masters_ftcli
     local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16) switch
     cell 1b_masters_ftcli 100 "${at[@]}" --peer ftcli --label "no extras"
     for switch in log.every_steps=1 model.gradient_checkpointing=true data.workers=1 ${LADDER:-}; do
-        cell "1b_ladder_$switch" 100 "${at[@]}" --peer ftcli --label "no extras" --set "$switch"
+        cell "1b_ladder_$switch" 100 "${at[@]}" --peer ftcli --label ladder --set "$switch"
     done
 }
 
 cpu() {
     local at=(--shape tiny --length 128 --micro-size 2 --cpu --steps 8 --warm 3) peer
+    local -A labels=([ftcli]="no extras")
     for peer in bare ftcli; do
-        cell tiny_$peer 100 "${at[@]}" --precision fp32 --peer $peer
+        cell tiny_$peer 100 "${at[@]}" --precision fp32 --peer $peer --label "${labels[$peer]:-}"
         cell tiny_ddp_$peer 100 "${at[@]}" --precision fp32 --profile ddp --processes 2 --peer $peer
     done
-    cell tiny_switch 100 "${at[@]}" --precision fp32 --peer ftcli --set log.every_steps=1
+    cell tiny_switch 100 "${at[@]}" --precision fp32 --peer ftcli --label ladder --set log.every_steps=1
     more tiny_trl 100 "${at[@]}" --precision fp32 --peer trl
     cell tiny_where 100 "${at[@]}" --precision fp32 --peer ftcli --trace "$results/where-tiny.txt"
 }

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SPEED = "tokens a second a GPU"
-PLAIN_SETTINGS = ("attn_implementation=", "data.workers=", "precision=fp8")  # with others a line is of the ladder
 Side = tuple[str, str]  # peer and label of a line
 PLAIN, EXTRAS = ("ftcli", "no extras"), ("ftcli", "extras")
 BARE, FLASH, TRL = ("bare", ""), ("bare", "flash-attn-4"), ("trl", "")
@@ -61,11 +60,10 @@ GOALS = [
 
 
 def newest(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side) -> dict[str, Any] | None:
-    """Return the last untraced line of a peer and a label with these fields and PLAIN_SETTINGS at most; or None."""
+    """Return the last untraced line of a peer and a label with these fields, or None. The ladder has its own."""
     for line in reversed(lines):
-        is_plain = all(setting.startswith(PLAIN_SETTINGS) for setting in line["settings"])
         fits = (line["peer"], line["label"]) == side and all(line[name] == value for name, value in where.items())
-        if fits and is_plain and not line["traced"]:
+        if fits and not line["traced"]:
             return line
     return None
 

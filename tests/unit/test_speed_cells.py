@@ -144,12 +144,20 @@ def test_a_goal_counts_only_with_curves_that_agree() -> None:
     assert told([trl, wrong], what) == (1.2, "does not count: the curves do not agree")
 
 
-def test_lines_of_other_settings_or_under_a_profiler_reach_no_goal() -> None:
+def test_lines_of_the_ladder_or_under_a_profiler_reach_no_goal() -> None:
     what = "1B bf16_pure, of TRL at its best"
     slow = line("ftcli", 90.0, label="extras")
-    switched = line("ftcli", 200.0, label="extras", settings=["log.every_steps=1"])
+    switched = line("ftcli", 200.0, label="ladder", settings=["log.every_steps=1"])
     traced = line("ftcli", 300.0, label="extras", traced=3)
     assert told([line("trl", 100.0), slow, switched, traced], what) == (0.9, "missed")
+
+
+def test_a_rung_of_the_ladder_stands_beside_the_plain_line() -> None:
+    memory = {"peak allocated GiB": 2.0}
+    plain = line("ftcli", 100.0, label="no extras", **memory)
+    rung = line("ftcli", 90.0, label="ladder", settings=["log.every_steps=1"], losses=[4.0, 2.02], **memory)
+    rows = cell_tables.ladder(cell_tables.cells_of([plain, rung]))
+    assert rows[-2].endswith("| `log.every_steps=1` | -10.0 % | +0.0 | 1e-02 |")
 
 
 def test_tables_take_the_place_between_the_marks(tmp_path: Path) -> None:

@@ -140,8 +140,8 @@ def draw(cells: list[list[dict[str, Any]]], folder: Path) -> list[str]:
         bars.margins(x=0.15)
         bars.set_title("tokens a second a GPU", fontsize="small")
         for line in cell:
-            wide = 5 if line["peer"] in REFERENCES else 1.2
-            curves.plot(range(1, len(line["losses"]) + 1), line["losses"], linewidth=wide, label=name_of(line))
+            look = {"linewidth": 6, "color": "0.75"} if line["peer"] in REFERENCES else {"linewidth": 1.2}
+            curves.plot(range(1, len(line["losses"]) + 1), line["losses"], label=name_of(line), **look)
         curves.set_title("loss", fontsize="small")
         curves.set_xlabel("step")
         curves.grid(alpha=0.3)

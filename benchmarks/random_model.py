@@ -44,6 +44,11 @@ SHAPES = {
         {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
          "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
     ),
+    "llama-3.1-8b": (
+        LlamaConfig,
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False},
+    ),
 }  # fmt: skip
 
 
@@ -51,7 +56,7 @@ def write_model(shape: str, folder: Path) -> None:
     """Write random float32 weights of a shape, drawn on the GPU if there is one, with a byte-level tokenizer."""
     kind, sizes = SHAPES[shape]
     tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
-    config = kind(**sizes, **tokens, tie_word_embeddings=True, max_position_embeddings=MAX_LENGTH)
+    config = kind(**{"tie_word_embeddings": True, **sizes}, **tokens, max_position_embeddings=MAX_LENGTH)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,0 +1,182 @@
+"""Measure one cell: a shape, a length, a profile and a task, trained by one peer. Appends one JSON line to FILE.
+
+    python benchmarks/cell.py --shape llama-3.2-1b --length 4096 --micro-size 4 --task sft --peer ftcli --facts FILE
+
+All peers of a cell train the same weights (random, one seed, written once) and the same packed rows in the same order,
+so their curves must agree: the line says how far this one is from the reference, the newest line of the peer `bare` (of
+classifiers `hf-trainer`) of the same cell in the same file. Peers:
+
+    ftcli               the program with all its checks on; only what follows the last step is left out
+    bare                the least that trains packed rows on Accelerate
+    trl, trl-default    TRL's SFTTrainer with its best settings, and with its own
+    torchtitan          the profile fsdp only, and models whose head is not tied
+    hf-trainer          transformers' Trainer on a classifier; hf-trainer-default: as the example scripts have it
+
+`--set KEY=VALUE` is a key of the recipe for ftcli, else a setting of the peer (the files in cells/ list them).
+`--trace FILE` profiles the last three steps and writes where their time went; such a line counts for no table.
+A rehearsal without a GPU: `--shape tiny --length 128 --micro-size 2 --precision fp32 --cpu --steps 8 --warm 3`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HOME = Path(__file__).resolve().parent
+sys.path[:0] = [str(HOME), str(HOME.parent)]
+
+from cells.cell import CLASSIFIERS, LANGUAGE, Cell, Inputs, Measured, inputs_of  # noqa: E402
+
+PEERS = {
+    "ftcli": "ours",
+    "bare": "bare",
+    "trl": "trl_sft",
+    "trl-default": "trl_sft",
+    "torchtitan": "titan",
+    "hf-trainer": "trainer",
+    "hf-trainer-default": "trainer",
+}
+PACKAGES = (
+    "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger-kernel", "flash-attn-4", "flash-attn",
+    "torchao", "bitsandbytes", "triton", "torchtitan",
+)  # fmt: skip
+TRACED = 3
+
+
+def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
+    """Train a cell on this process."""
+    import torch
+    from cells.clock import Clock
+
+    from ftcli.hardware.rehearsal import start_on_cpu
+
+    if cell.cpu:
+        start_on_cpu()
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // cell.processes))  # as ftcli's launcher does
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    measured: Measured = importlib.import_module(f"cells.{PEERS[cell.peer]}").train(cell, inputs, Clock(cell, started))
+    return measured
+
+
+def make_inputs(cell: Cell, work: Path) -> Inputs:
+    """Return the inputs of a cell, made by processes of their own the first time: this one stays light."""
+    from filelock import FileLock
+
+    inputs = inputs_of(cell, work)
+    inputs.model.parent.mkdir(parents=True, exist_ok=True)
+    makers = [(inputs.model, "make_model"), (inputs.rows, "make_rows")]
+    if cell.lora:
+        makers.append((inputs.adapter, "make_adapter"))
+    where = os.pathsep.join([str(HOME), str(HOME.parent), os.environ.get("PYTHONPATH", "")])
+    for path, maker in makers:
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                line = [sys.executable, "-m", "cells.making", maker, json.dumps(asdict(cell)), str(work)]
+                subprocess.run(line, check=True, env=os.environ | {"PYTHONPATH": where})
+    return inputs
+
+
+def facts_of(cell: Cell, inputs: Inputs, ranks: list[Measured]) -> dict[str, Any]:
+    """Return what is known of a cell once its ranks have reported."""
+    import numpy as np
+    from cells.flops import flops, peak_of
+    from cells.rows import PackedRows
+
+    rows = PackedRows(inputs.rows, cell.global_size)
+    timed = [rows.step(number) for number in range(cell.warm, cell.steps)]
+    seconds = ranks[0].step_seconds[cell.warm - 1 :]
+    processed, trained = sum(len(step.ids) for step in timed), sum(step.items for step in timed)
+    spent = flops(inputs.model, processed, sum(int((step.lengths**2).sum()) for step in timed), lora=cell.lora)
+    peak = peak_of(ranks[0].device)
+    each = sum(seconds) * cell.processes
+    losses = [statistics.fmean(values) for values in zip(*(rank.losses for rank in ranks), strict=True)]
+    return {
+        "tokens a second a GPU": processed / each,
+        "rows a second a GPU": len(timed) * cell.global_size / each,
+        "trained tokens a second a GPU": trained / each,
+        "MFU": None if peak is None else spent / each / peak,
+        "TFLOP/s": spent / each / 1e12,
+        "step p50": statistics.median(seconds),
+        "step p95": float(np.quantile(seconds, 0.95)),
+        "first step": max(rank.first_step_seconds for rank in ranks),
+        "peak allocated GiB": max(rank.peak_allocated for rank in ranks) / 2**30,
+        "peak reserved GiB": max(rank.peak_reserved for rank in ranks) / 2**30,
+        "losses": losses,
+        "grad norms": ranks[0].grad_norms,
+        "step seconds": ranks[0].step_seconds,
+        "device": ranks[0].device,
+        "told": ranks[0].told,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is installed of PACKAGES, of Python, and the commit that was measured."""
+    found = {name: items[0].version for name in PACKAGES if (items := list(metadata.distributions(name=name)))}
+    line = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(line, cwd=HOME, capture_output=True, text=True, check=False).stdout.strip()
+    return found | {"python": sys.version.split()[0]} | ({"commit": commit} if commit else {})
+
+
+def main() -> None:
+    """Measure, print, and keep the facts."""
+    from cells.curves import compare, told_of
+
+    given, work, facts, trace = arguments()
+    cell = Cell(**given)
+    inputs = make_inputs(cell, work)
+    from ftcli.testing import run_on_cpu, run_on_processes
+
+    started = time.time()
+    start = run_on_cpu if cell.cpu else run_on_processes
+    ranks = start(on_rank, cell, inputs, started, processes=cell.processes, profile=cell.profile)
+    line = {"cell": cell.key} | asdict(cell) | {"versions": versions(), "time": time.time()}
+    line |= facts_of(cell, inputs, ranks)
+    line |= compare(line, facts)
+    facts.parent.mkdir(parents=True, exist_ok=True)
+    with facts.open("a") as file:
+        file.write(f"{json.dumps(line)}\n")
+    if trace is not None:
+        trace.write_text(f"{told_of(line)}\n\n{ranks[0].trace}\n")
+    print(told_of(line))
+
+
+def arguments() -> tuple[dict[str, Any], Path, Path, Path | None]:
+    """Return the cell's fields, the folder of inputs, the file of facts, and that of the profile."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", choices=PEERS, required=True)
+    parser.add_argument("--shape", required=True)
+    parser.add_argument("--length", type=int, required=True, help="tokens of a packed row")
+    parser.add_argument("--micro-size", type=int, required=True, help="rows of one forward of one process")
+    parser.add_argument("--task", default="sft", choices=(*LANGUAGE, *CLASSIFIERS))
+    parser.add_argument("--profile", default="single")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "bf16_pure"))
+    parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA adapter; 0: all weights are trained")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--label", default="", help="what is special about this line, for the tables")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--facts", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("runs/cells"), help="where weights and rows are made")
+    parser.add_argument("--trace", type=Path)
+    given = vars(parser.parse_args())
+    work, facts, trace = given.pop("work"), given.pop("facts"), given.pop("trace")
+    return given | {"traced": TRACED if trace else 0}, work, facts, trace
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The peer `bare`: the least that trains packed rows on Accelerate, and the curve that all others must follow.
+
+transformers' model, variable-length attention, Liger's kernels where installed, fused AdamW; no checks, no reports, no
+checkpoints. Settings: `attn_implementation` (varlen: torch's own kernel, or a name that transformers knows), `liger`
+(0 or 1), `gradient_checkpointing` (0 or 1), `compile` (0 or 1: each layer).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+
+from .adapters import with_adapter
+from .cell import Cell, Inputs, Measured
+from .clock import Clock
+from .rows import Documents, PackedRows
+
+VARLEN = "varlen"
+
+
+def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
+    """Train the cell's steps."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    chosen = settings(cell)
+    precision = "bf16" if cell.precision == "bf16" else "no"
+    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=cell.accumulation)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": cell.micro_size,
+            "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True,
+        }
+    model = load(cell, inputs, chosen)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    is_fused = accelerator.device.type == "cuda"
+    optimizer = torch.optim.AdamW(trained, lr=cell.learning_rate, weight_decay=0.0, fused=is_fused)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rows = PackedRows(inputs.rows, cell.global_size)
+    share = {"micro_size": cell.micro_size, "rank": accelerator.process_index, "processes": accelerator.num_processes}
+    gc.collect()
+    gc.disable()
+    for number in range(cell.steps):
+        items = rows.step(number).items / accelerator.num_processes  # gradients are averaged over ranks
+        losses = []
+        for documents in rows.micro_batches(number, **share):
+            with accelerator.accumulate(model):
+                batch = to_batch(documents, accelerator.device)
+                loss = model(**batch, num_items_in_batch=items, use_cache=False).loss
+                accelerator.backward(loss * cell.accumulation)
+                losses.append(loss.detach())
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0) if accelerator.sync_gradients else None
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        clock.mark(sum(losses), norm)
+    found = clock.read(**chosen)
+    accelerator.end_training()
+    return found
+
+
+def settings(cell: Cell) -> dict[str, Any]:
+    """Return the settings with their defaults filled in; raises `ValueError` for an unknown one."""
+    defaults = {
+        "attn_implementation": "sdpa" if cell.cpu else VARLEN,
+        "liger": str(int(importlib.util.find_spec("liger_kernel") is not None and not cell.cpu)),
+        "gradient_checkpointing": "0",
+        "compile": "0",
+    }
+    if unknown := set(cell.named) - set(defaults):
+        raise ValueError(f"the peer bare has no setting {sorted(unknown)[0]}; it has {', '.join(defaults)}")
+    return {name: int(v) if v.isdigit() else v for name, v in (defaults | cell.named).items()}
+
+
+def load(cell: Cell, inputs: Inputs, chosen: dict[str, Any]) -> Any:
+    """Return the model of the cell, in training mode and on the host."""
+    from transformers import AutoModelForCausalLM
+
+    if chosen["attn_implementation"] == VARLEN:
+        register_varlen()
+    dtype = torch.bfloat16 if cell.precision == "bf16_pure" or cell.lora else torch.float32
+    kernel = chosen["attn_implementation"]
+    model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=dtype, attn_implementation=kernel)
+    if chosen["liger"]:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model)
+    if cell.lora:
+        model = with_adapter(model, inputs.adapter)
+    if chosen["gradient_checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if chosen["compile"]:
+        for layer in model.get_decoder().layers:
+            layer.compile()
+    return model.train()
+
+
+def to_batch(documents: Documents, device: torch.device) -> dict[str, Any]:
+    """Return one row `[1, T]` with its documents' bounds, copied without waiting."""
+    bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(documents.lengths)]).astype(np.int32))
+    tensors = {
+        "input_ids": torch.from_numpy(documents.ids.astype(np.int64))[None],
+        "labels": torch.from_numpy(documents.labels)[None],
+        "position_ids": torch.from_numpy(documents.positions)[None],
+        "cu_seq_lens_q": bounds,
+    }
+    if device.type == "cuda":
+        tensors = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+    longest = int(documents.lengths.max())
+    shared = {"cu_seq_lens_k": tensors["cu_seq_lens_q"], "max_length_q": longest, "max_length_k": longest}
+    return tensors | shared if device.type == "cuda" else {k: v for k, v in tensors.items() if k != "cu_seq_lens_q"}
+
+
+def register_varlen() -> None:
+    """Let transformers know torch's variable-length kernel, without a mask of any kind."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    known = inspect.signature(varlen_attn).parameters
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **rest: Any) -> tuple[Any, None]:
+        groups, options = query.shape[1] // key.shape[1], {"window_size": (-1, 0), "scale": rest.get("scaling")}
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+        q, k, v = (tensor[0].transpose(0, 1).to(half) for tensor in (query, key, value))
+        bounds, longest = rest["cu_seq_lens_q"], rest["max_length_q"]
+        return varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)[None], None
+
+    AttentionInterface.register(VARLEN, attend)
+    AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)

@@ -1,0 +1,81 @@
+"""When steps end on the device, and what they gave: no step waits for its measurement.
+
+On a GPU an event is put behind each step's work and losses stay where they are; all is read after the last step.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import torch
+
+from .cell import Cell, Measured
+
+
+class Clock:
+    """Counts the optimizer steps of one rank. `started` is the time (time.time) when the cell was asked for."""
+
+    def __init__(self, cell: Cell, started: float) -> None:
+        self.cell, self.started = cell, started
+        self.is_on_gpu = torch.cuda.is_available() and not cell.cpu
+        self.marks: list[Any] = []
+        self.losses: list[Any] = []
+        self.grad_norms: list[Any] = []
+        self.first_step_seconds = 0.0
+        self.trace = ""
+        self._profiler: Any = None
+
+    def mark(self, loss: Any, grad_norm: Any) -> None:
+        """An optimizer step is done: `loss` per item of the global batch (a mean over ranks), norm before clipping."""
+        if self.is_on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+        self.losses.append(loss.detach() if torch.is_tensor(loss) else loss)
+        self.grad_norms.append(grad_norm)
+        if len(self.marks) == 1:
+            if self.is_on_gpu:
+                torch.cuda.synchronize()
+            self.first_step_seconds = time.time() - self.started
+        if self.cell.traced:
+            self._trace(len(self.marks))
+
+    def _trace(self, step: int) -> None:
+        """Profile the last steps."""
+        from . import trace
+
+        first = self.cell.steps - self.cell.traced
+        if step == first:
+            self._profiler = trace.start(on_gpu=self.is_on_gpu)
+        elif step == self.cell.steps and self._profiler is not None:
+            self.trace = trace.stop(self._profiler, self.cell.traced, on_gpu=self.is_on_gpu)
+
+    def read(self, **told: Any) -> Measured:
+        """Wait for the device and return everything; a collective where norms are in shards."""
+        if self.is_on_gpu:
+            torch.cuda.synchronize()
+            pairs = zip(self.marks, self.marks[1:], strict=False)
+            seconds = [before.elapsed_time(after) / 1000 for before, after in pairs]
+        else:
+            seconds = [after - before for before, after in zip(self.marks, self.marks[1:], strict=False)]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Measured(
+            step_seconds=seconds,
+            losses=[float(value) for value in self.losses],
+            grad_norms=[_whole(value) for value in self.grad_norms],
+            first_step_seconds=self.first_step_seconds,
+            peak_allocated=torch.cuda.max_memory_allocated() if self.is_on_gpu else peak,
+            peak_reserved=torch.cuda.max_memory_reserved() if self.is_on_gpu else peak,
+            device=torch.cuda.get_device_name() if self.is_on_gpu else "cpu",
+            told=told,
+            trace=self.trace,
+        )
+
+
+def _whole(value: Any) -> float:
+    """Return a norm as a number; of a sharded tensor it is gathered."""
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)

@@ -1,0 +1,92 @@
+"""What the speed of ftcli should be, as ratios of lines of one file of facts. Knows lines of facts only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SPEED = "tokens a second a GPU"
+Side = tuple[str, str]  # peer and label of a line
+PLAIN, EXTRAS = ("ftcli", "no extras"), ("ftcli", "extras")
+BARE, FLASH, TRL = ("bare", ""), ("bare", "flash-attn-4"), ("trl", "")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`ours` should be at least `least` times `theirs`; `where` are fields of both lines, `there` of theirs alone."""
+
+    what: str
+    where: dict[str, Any]
+    ours: Side
+    theirs: Side
+    least: float
+    there: dict[str, Any] = field(default_factory=dict)
+
+
+SMALL = {"shape": "llama-3.2-1b", "length": 4096, "profile": "single", "task": "pretrain", "lora": 0}
+LARGE = {"shape": "llama-3.1-8b", "task": "pretrain"}
+PURE, MASTERS = {"precision": "bf16_pure"}, {"precision": "bf16"}
+QWEN = {"shape": "qwen3-0.6b", "length": 4096, **PURE}
+FSDP, ZERO = (LARGE | MASTERS | {"length": 8192, "profile": name, "lora": 0} for name in ("fsdp", "zero3"))
+DDP = SMALL | MASTERS | {"profile": "ddp"}
+ALONE = {"profile": "single", "processes": 1}
+LORA = LARGE | {"length": 4096, "lora": 16}
+BERT = {"shape": "bert-base", "task": "text_classification", "profile": "single"}
+VIT = {"shape": "vit-b16", "task": "image_classification", "profile": "single"}
+DEFAULTS = ("hf-trainer-default", "")
+LARGE_PURE = LARGE | PURE | {"length": 4096, "lora": 0}
+
+GOALS = [
+    Goal("1B bf16_pure, no extra package, of TRL's defaults", SMALL | PURE, PLAIN, ("trl-default", ""), 4.0),
+    Goal("1B bf16_pure, no extra package, of the bare loop with Liger", SMALL | PURE, PLAIN, BARE, 1.0),
+    Goal("1B bf16_pure, of TRL at its best", SMALL | PURE, EXTRAS, TRL, 1.15),
+    Goal("1B bf16_pure, of the bare loop with flash-attn-4", SMALL | PURE, EXTRAS, FLASH, 1.05),
+    Goal("1B fp32 masters, of the bare loop with flash-attn-4", SMALL | MASTERS, EXTRAS, FLASH, 1.10),
+    Goal("8B bf16_pure, of TRL at its best", LARGE_PURE, EXTRAS, TRL, 1.10),
+    Goal("8B LoRA, of TRL at its best", LORA, EXTRAS, TRL, 1.15),
+    Goal("0.6B bf16_pure, of TRL at its best", QWEN, EXTRAS, TRL, 1.6),
+    Goal("0.6B bf16_pure, of the bare loop", QWEN, EXTRAS, BARE, 1.05),
+    Goal("1B DDP x2, a GPU's share of one GPU alone", DDP | {"processes": 2}, EXTRAS, EXTRAS, 0.98, ALONE),
+    Goal("1B DDP x4, a GPU's share of one GPU alone", DDP | {"processes": 4}, EXTRAS, EXTRAS, 0.97, ALONE),
+    Goal("8B x8192 FSDP2 x4, of the bare loop", FSDP, EXTRAS, FLASH, 1.05),
+    Goal("8B x8192 FSDP2 x4, of TRL at its best", FSDP, EXTRAS, TRL, 1.5),
+    Goal("8B x8192 FSDP2 x4, of torchtitan", FSDP, EXTRAS, ("torchtitan", ""), 0.97),
+    Goal("8B x8192 FSDP2 x4 in fp8, of our bf16", FSDP, ("ftcli", "fp8"), EXTRAS, 1.2),
+    Goal("8B x8192 ZeRO-3 x4, of our FSDP2", ZERO, EXTRAS, EXTRAS, 0.97, {"profile": "fsdp"}),
+    Goal("BERT-base, of the example script's defaults", BERT, PLAIN, DEFAULTS, 1.5),
+    Goal("ViT-B/16, of the example script's defaults", VIT, PLAIN, DEFAULTS, 1.5),
+]
+
+
+def newest(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side) -> dict[str, Any] | None:
+    """Return the last untraced line of a peer and a label with these fields, or None. The ladder has its own."""
+    for line in reversed(lines):
+        fits = (line["peer"], line["label"]) == side and all(line[name] == value for name, value in where.items())
+        if fits and not line["traced"]:
+            return line
+    return None
+
+
+def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str]]:
+    """Return each goal with the ratio that was measured (None: not yet) and what is to be said of it."""
+    found: list[tuple[Goal, float | None, str]] = []
+    for goal in GOALS:
+        ours = newest(lines, goal.where, goal.ours)
+        theirs = newest(lines, goal.where | goal.there, goal.theirs)
+        if ours is None or theirs is None:
+            missing = "ftcli" if ours is None else theirs_name(goal)
+            found.append((goal, None, f"not measured: {missing}"))
+            continue
+        ratio = ours[SPEED] / theirs[SPEED]
+        told = "reached" if ratio >= goal.least else "missed"
+        if any(line.get("agrees") is False for line in (ours, theirs)):
+            told = "does not count: the curves do not agree"
+        found.append((goal, ratio, told))
+    return found
+
+
+def theirs_name(goal: Goal) -> str:
+    """Return the name of the other side."""
+    peer, label = goal.theirs
+    return f"{peer} ({label})" if label else peer

@@ -1,0 +1,142 @@
+#!/usr/bin/env bash
+# How fast: ftcli, a bare Accelerate loop and TRL on the same weights and rows, one, two or four GPUs.
+# Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md says what it shows)
+# Groups, in this order when none is named: one fsdp ddp lora zero3 rest ladder; those of more GPUs than there are have
+# no pieces. WORK holds weights (1B 2.5 GB, 8B 16 GB): memory (/dev/shm/...) is faster than most disks. RESULTS gets
+# facts.jsonl, log-*.txt and where-*.txt, the profiles. EXTRAS names folders (A:B) with packages that only some lines may
+# use (liger-kernel, flash-attn-4, trl, torchtitan); without it those are left out. OURS: what ftcli's lines that
+# may use them are given besides ("--set KEY=VALUE ..."). LADDER: more rungs, KEY=VALUE words. QUICK=1: ten steps.
+# A rehearsal without GPUs: benchmarks/gpu_speed.sh WORK RESULTS 900 cpu
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+work=$1 results=$2 budget=${3:-540}
+shift $(($# < 3 ? $# : 3))
+groups=("$@")
+[ $# -eq 0 ] && groups=(one fsdp ddp lora zero3 rest ladder)
+. benchmarks/pieces.sh
+gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+extras=${EXTRAS:-}
+steps=(--steps 25 --warm 5)
+[ -n "${QUICK:-}" ] && steps=(--steps 13 --warm 3)
+flash=(--set attn_implementation=flash_attention_4 --label flash-attn-4)
+
+cell() { # NAME SECONDS ARGUMENTS... : a cell without the packages of EXTRAS
+    local name=$1 limit=$2
+    shift 2
+    lane="log-${lane_of:-all}" piece "$name" "$limit" python3 benchmarks/cell.py "${steps[@]}" "$@" \
+        --work "$work" --facts "$results/facts.jsonl"
+}
+
+more() { # the same with them
+    [ -z "$extras" ] && echo "$1: left out, EXTRAS names no folder" && return
+    local ours=()
+    [[ " $* " == *" --label extras "* ]] && read -ra ours <<<"${OURS:-}"
+    PYTHONPATH="$PYTHONPATH:$extras" cell "$@" "${ours[@]}"
+}
+
+has() { [ "$gpus" -ge "$1" ] || { echo "$2: left out, it takes $1 GPUs"; false; }; }
+
+one() {
+    local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain)
+    more 1b_bare_varlen 100 "${at[@]}" --precision bf16_pure --peer bare
+    cell 1b_ftcli 100 "${at[@]}" --precision bf16_pure --peer ftcli --label "no extras"
+    more 1b_ftcli_extras 100 "${at[@]}" --precision bf16_pure --peer ftcli --label extras
+    more 1b_trl 120 "${at[@]}" --precision bf16_pure --peer trl
+    more 1b_bare_flash 100 "${at[@]}" --precision bf16_pure --peer bare "${flash[@]}"
+    more 1b_trl_default 100 "${at[@]}" --precision bf16_pure --peer trl-default
+    more 1b_where 90 "${at[@]}" --precision bf16_pure --peer ftcli --label extras --steps 10 --warm 3 \
+        --trace "$results/where-1b.txt"
+    more 1b_masters_bare 100 "${at[@]}" --precision bf16 --peer bare
+    more 1b_masters_bare_flash 100 "${at[@]}" --precision bf16 --peer bare "${flash[@]}"
+    cell 1b_masters_ftcli 100 "${at[@]}" --precision bf16 --peer ftcli --label "no extras"
+    more 1b_masters_ftcli_extras 100 "${at[@]}" --precision bf16 --peer ftcli --label extras
+}
+
+fsdp() {
+    has 4 fsdp || return 0
+    local at=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --profile fsdp --processes 4)
+    more 8b_fsdp_bare 200 "${at[@]}" --peer bare "${flash[@]}"
+    more 8b_fsdp_ftcli 200 "${at[@]}" --peer ftcli --label extras
+    more 8b_fsdp_trl 200 "${at[@]}" --peer trl
+    more 8b_fsdp_titan 200 "${at[@]}" --peer torchtitan
+    more 8b_fsdp_fp8 200 "${at[@]}" --peer ftcli --label fp8 --set precision=fp8 # its curve beside bf16's
+    more 8b_fsdp_where 150 "${at[@]}" --peer ftcli --label extras --steps 10 --warm 3 --trace "$results/where-fsdp.txt"
+}
+
+ddp() {
+    has 2 ddp || return 0
+    local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain) count
+    more 1b_masters_ftcli_extras 100 "${at[@]}" --precision bf16 --peer ftcli --label extras # of one GPU, for the share
+    for count in 4 2; do
+        [ "$gpus" -lt $count ] && continue
+        more 1b_ddp${count}_bare 120 "${at[@]}" --profile ddp --processes $count --peer bare "${flash[@]}"
+        more 1b_ddp${count}_ftcli 120 "${at[@]}" --profile ddp --processes $count --peer ftcli --label extras
+    done
+    [ "$gpus" -ge 4 ] && more 1b_ddp4_trl 120 "${at[@]}" --profile ddp --processes 4 --peer trl
+}
+
+lora() {
+    local at=(--shape llama-3.1-8b --length 4096 --micro-size 2 --task pretrain --lora 16)
+    more 8b_lora_bare 150 "${at[@]}" --peer bare "${flash[@]}"
+    more 8b_lora_ftcli 150 "${at[@]}" --peer ftcli --label extras
+    more 8b_lora_trl 150 "${at[@]}" --peer trl
+    more 8b_lora_where 100 "${at[@]}" --peer ftcli --label extras --steps 10 --warm 3 --trace "$results/where-lora.txt"
+}
+
+zero3() {
+    has 4 zero3 || return 0
+    local at=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --profile zero3 --processes 4)
+    more 8b_zero3_ftcli 240 "${at[@]}" --peer ftcli --label extras
+    more 8b_zero3_bare 240 "${at[@]}" --peer bare "${flash[@]}" # stock bf16: another curve (README.md says why)
+    more 8b_zero3_trl 240 "${at[@]}" --peer trl
+}
+
+rest() {
+    local at=(--shape llama-3.1-8b --length 4096 --micro-size 1 --task pretrain --precision bf16_pure)
+    more 8b_bare 150 "${at[@]}" --peer bare "${flash[@]}"
+    more 8b_ftcli 150 "${at[@]}" --peer ftcli --label extras
+    more 8b_trl 150 "${at[@]}" --peer trl
+    at=(--shape qwen3-0.6b --length 4096 --micro-size 8 --task pretrain --precision bf16_pure)
+    more 06b_bare 100 "${at[@]}" --peer bare
+    cell 06b_ftcli 100 "${at[@]}" --peer ftcli --label "no extras"
+    more 06b_ftcli_extras 100 "${at[@]}" --peer ftcli --label extras
+    more 06b_trl 120 "${at[@]}" --peer trl
+    at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task sft --precision bf16_pure) # prompts are not trained
+    more 1b_sft_bare 100 "${at[@]}" --peer bare
+    more 1b_sft_ftcli 100 "${at[@]}" --peer ftcli --label extras
+    more 1b_sft_trl 120 "${at[@]}" --peer trl
+    at=(--shape bert-base --length 128 --micro-size 32 --task text_classification --precision bf16)
+    cell bert_trainer 90 "${at[@]}" --peer hf-trainer
+    cell bert_default 90 "${at[@]}" --peer hf-trainer-default
+    cell bert_ftcli 90 "${at[@]}" --peer ftcli --label "no extras"
+    at=(--shape vit-b16 --length 197 --micro-size 64 --task image_classification --precision bf16)
+    cell vit_trainer 120 "${at[@]}" --peer hf-trainer
+    cell vit_default 120 "${at[@]}" --peer hf-trainer-default
+    cell vit_ftcli 120 "${at[@]}" --peer ftcli --label "no extras" --set data.workers=8
+}
+
+ladder() { # each technique by itself, beside 1b_masters_ftcli
+    local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16) switch
+    cell 1b_masters_ftcli 100 "${at[@]}" --peer ftcli --label "no extras"
+    for switch in log.every_steps=1 model.gradient_checkpointing=true data.workers=1 ${LADDER:-}; do
+        cell "1b_ladder_$switch" 100 "${at[@]}" --peer ftcli --label ladder --set "$switch"
+    done
+}
+
+cpu() {
+    local at=(--shape tiny --length 128 --micro-size 2 --cpu --steps 8 --warm 3) peer
+    local -A labels=([ftcli]="no extras")
+    for peer in bare ftcli; do
+        cell tiny_$peer 100 "${at[@]}" --precision fp32 --peer $peer --label "${labels[$peer]:-}"
+        cell tiny_ddp_$peer 100 "${at[@]}" --precision fp32 --profile ddp --processes 2 --peer $peer
+    done
+    cell tiny_switch 100 "${at[@]}" --precision fp32 --peer ftcli --label ladder --set log.every_steps=1
+    more tiny_trl 100 "${at[@]}" --precision fp32 --peer trl
+    cell tiny_where 100 "${at[@]}" --precision fp32 --peer ftcli --trace "$results/where-tiny.txt"
+}
+
+for group in "${groups[@]}"; do
+    $group
+done
+[ -e "$results/facts.jsonl" ] && python3 benchmarks/cell_tables.py "$results/facts.jsonl" | tee "$results/tables.md"

@@ -7,7 +7,7 @@ A backend is a module with `options`, `configure`, `reads_once`, `fit`, `handing
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -54,6 +54,17 @@ class Hardware:
         model = self.backend.fit(self.accelerator, model)
         precision.compute_in(model, recipe, self.accelerator.device.type)
         return model
+
+    def micro_batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the micro-batches of a window; while their caller works on them, weights are cast once for all.
+
+        Not where weights are gathered for a forward pass and freed behind it: their casts would stay, whole.
+        """
+        if self.backend is not ddp:
+            yield from batches
+            return
+        with precision.cast_once(self.accelerator.device.type):
+            yield from batches
 
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradients; the last one of a window sums them over the ranks.

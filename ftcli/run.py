@@ -280,6 +280,8 @@ def _hand_over(
 
 def _facts_of(run: Run) -> list[str]:
     """Return what a prepared run is, for the log; raises `RuntimeError` where dtypes are not those of the recipe."""
+    from .attention import describe_attention
+
     hardware = run.hardware
     return [
         *run.rows.told,
@@ -287,6 +289,12 @@ def _facts_of(run: Run) -> list[str]:
         _describe(run.recipe, run.plan, run.rows),
         f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {run.plan.processes} processes",
         hardware.check_dtypes(run.model, run.recipe),
+        *describe_attention(
+            hardware.unwrap(run.model),
+            run.recipe,
+            flat=getattr(run.task, "is_flat", False),
+            device_type=hardware.accelerator.device.type,
+        ),
         _count_parameters(hardware, run.model),
     ]
 

@@ -95,10 +95,10 @@ def _by_torch(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] and "enable_gqa" in _varlen_keywords() else {}
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    flat = (tensor[0] for tensor in (q, k, v))
-    out: Any = varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, window_size=window, **grouped)
+    more: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
+    if q.shape[2] != k.shape[2] and "enable_gqa" in _varlen_keywords():
+        more["enable_gqa"] = True
+    out: Any = varlen_attn(q[0], k[0], v[0], bounds, bounds, longest, longest, scale=scaling, **more)
     return cast("Tensor", out[None])
 
 
@@ -116,6 +116,12 @@ def _by_flash(
     """Through transformers, which knows how each version wants to be called; with all lengths given it never waits."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
+    documents: dict[str, Any] = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
     out: Tensor = _flash_attention_forward(
         q,
         k,
@@ -125,11 +131,8 @@ def _by_flash(
         is_causal=True,
         softmax_scale=scaling,
         sliding_window=sliding_window,
-        cu_seq_lens_q=bounds,
-        cu_seq_lens_k=bounds,
-        max_length_q=longest,
-        max_length_k=longest,
         attn_implementation=kernel,
+        **documents,
     )
     return out
 

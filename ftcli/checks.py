@@ -56,6 +56,8 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     from .adapters import adapter_problems
     from .attention import check_attention
     from .corpora import check_corpus
+    from .devices import count_gpus
+    from .liger import check_liger
     from .prompts import prompts_of
     from .rows import check_source, model_folder
     from .tasks import find_task, is_own
@@ -64,6 +66,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     if problems := [*adapter_problems(recipe.adapter), *check_quantization(recipe, cpu=cpu)]:
         raise InputError(problems)
     check_recipe(recipe)
+    check_liger(recipe, local_type(recipe.model.name), on_gpu=not cpu and count_gpus() > 0)
     prompts_of(recipe.evaluate.generate)
     model_folder(recipe.model.name)
     if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
@@ -74,6 +77,17 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     for source in recipe.data.eval_sources:
         check_source(source, recipe.data.columns_of(source))
     format_facts(recipe)
+
+
+def local_type(name: str) -> str | None:
+    """Return the model type that a model on this machine says it is of; None where it lies on the hub."""
+    from .rows import model_folder
+
+    folder = model_folder(name)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    found: str | None = json.loads((folder / "config.json").read_text()).get("model_type")
+    return found
 
 
 def format_facts(recipe: Recipe) -> dict[str, str]:

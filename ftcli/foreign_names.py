@@ -26,6 +26,7 @@ RENAMED = {
     "datasets": "data.train",
     "dataloader_num_workers": "data.workers",
     "eval_dataset": "data.eval",
+    "enable_liger_kernel": "model.use_liger_kernel",
     "enable_thinking": "data.chat_template_kwargs",
     "eval_steps": "evaluate.every_steps",
     "finetuning_type": "adapter.type",

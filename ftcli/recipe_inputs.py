@@ -66,6 +66,11 @@ class Model(Section):
         "packed or laid end to end take sdpa (PyTorch's own kernels), flash_attention_2, _3 or _4. "
         f"{MACHINE_HINT}",
     )
+    use_liger_kernel: bool | None = Field(
+        None,
+        description="Liger's kernels for norms, gated MLPs and rotary positions, on GPUs; null: where the package is "
+        f"installed and the architecture is known. {MACHINE_HINT}",
+    )
     gradient_checkpointing: bool = Field(
         False,
         description=f"Recompute activations in the backward pass: less memory, more time. {MACHINE_HINT}",

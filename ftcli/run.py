@@ -152,6 +152,7 @@ def prepare(
 
     from .checkpoint import check_disk
     from .evaluation import check_prompts, encode_prompts
+    from .liger import use_liger
     from .models import quiet_libraries
     from .nonfinite import Flags
     from .optimizers import build_optimizer
@@ -173,6 +174,7 @@ def prepare(
     folder = None if output is None else RunFolder(output)
     hardware = _build_hardware(loaded, plan, folder, cpu=cpu)
     model = _build_model(loaded, task, rows, weights)
+    kernels = use_liger(model, loaded, on_gpu=hardware.accelerator.device.type == "cuda")
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
     model = hardware.fit(model, loaded)
@@ -196,7 +198,7 @@ def prepare(
         order=order,
         rows=rows,
         flags=flags,
-        facts=[],
+        facts=kernels,
         folder=folder,
         prompts=prompts,
         first_step=first_step,

@@ -102,7 +102,6 @@ def _by_torch(
     return cast("Tensor", out[None])
 
 
-@torch.compiler.disable  # flash-attn 4 compiles itself, and cannot be traced
 def _by_flash(
     kernel: str,
     q: Tensor,

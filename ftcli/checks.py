@@ -55,6 +55,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     """
     from .adapters import adapter_problems
     from .attention import check_attention
+    from .compilation import check_compile
     from .corpora import check_corpus
     from .devices import count_gpus
     from .liger import check_liger
@@ -66,6 +67,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     if problems := [*adapter_problems(recipe.adapter), *check_quantization(recipe, cpu=cpu)]:
         raise InputError(problems)
     check_recipe(recipe)
+    check_compile(recipe)
     check_liger(recipe, local_type(recipe.model.name), on_gpu=not cpu and count_gpus() > 0)
     prompts_of(recipe.evaluate.generate)
     model_folder(recipe.model.name)

@@ -41,6 +41,8 @@ def liger_problem(recipe: Recipe, kind: str | None, *, on_gpu: bool) -> str | No
     """Return why a model of type `kind` (None: any) is not given Liger's kernels, in a few words; None: it is."""
     if recipe.model.use_liger_kernel is False:
         return "model.use_liger_kernel is false"
+    if recipe.model.torch_compile and recipe.model.use_liger_kernel is None:
+        return "torch.compile does what they do"
     if not on_gpu:
         return "there is no GPU"
     if kind is not None and kind not in NORMS:

@@ -71,6 +71,11 @@ class Model(Section):
         description="Liger's kernels for norms, gated MLPs and rotary positions, on GPUs; null: where the package is "
         f"installed and the architecture is known. {MACHINE_HINT}",
     )
+    torch_compile: bool = Field(
+        False,
+        description="Compile every layer by itself (torch.compile): fewer passes over memory, for minutes before the "
+        f"first steps are done. Evaluation is not compiled. {MACHINE_HINT}",
+    )
     gradient_checkpointing: bool = Field(
         False,
         description=f"Recompute activations in the backward pass: less memory, more time. {MACHINE_HINT}",

@@ -150,7 +150,9 @@ def prepare(
     """
     import torch
 
+    from .casts import share_casts
     from .checkpoint import check_disk
+    from .compilation import compile_layers
     from .evaluation import check_prompts, encode_prompts
     from .liger import use_liger
     from .models import quiet_libraries
@@ -174,7 +176,11 @@ def prepare(
     folder = None if output is None else RunFolder(output)
     hardware = _build_hardware(loaded, plan, folder, cpu=cpu)
     model = _build_model(loaded, task, rows, weights)
-    kernels = use_liger(model, loaded, on_gpu=hardware.accelerator.device.type == "cuda")
+    kernels = [
+        *use_liger(model, loaded, on_gpu=hardware.accelerator.device.type == "cuda"),
+        *compile_layers(model, loaded, hooked=hardware.hooks_inside),
+    ]
+    share_casts(model)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
     model = hardware.fit(model, loaded)

@@ -47,6 +47,11 @@ class Hardware:
     loss_scale: precision.LossScale | None  # under fp16 only
     skips: bool  # a step that is not finite leaves the weights alone
 
+    @property
+    def hooks_inside(self) -> bool:
+        """Whether the backend gathers weights by hooks on every module, not on whole layers: ZeRO-3."""
+        return self.backend is deepspeed and deepspeed.reads_in_pieces()
+
     def fit(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         """Return the model as the backend needs it before `prepare`, computing in the recipe's precision."""
         if reads_once() and not is_quantised(model):

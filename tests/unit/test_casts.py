@@ -1,4 +1,7 @@
-"""Under bf16 a trained weight is cast once for all micro-batches of a window, and the curve is the one without that."""
+"""Under bf16 nothing is cast twice that need not be: weights once a window, what several layers read once for all.
+
+The curve is the one without that.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftcli import hardware
+from ftcli.casts import NORMS, share_casts
 from ftcli.hardware import precision
 from ftcli.loop import steps
 from ftcli.run import Run, prepare
 
 from ..multiprocess.cells import cell, weights, write_inputs
+from .test_attention import tiny
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +105,50 @@ def test_no_cast_is_kept_where_weights_are_gathered_and_freed(inputs: Path) -> N
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     layer(torch.ones(1, 2))
         assert casts.count == {id(layer.weight): seen}
+
+
+def seen(model: Any, *, half: bool = True) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return logits, the gradient of all weights, and the bytes that were kept for the backward pass beside weights."""
+    if model.config.model_type == "vit":
+        batch = {"pixel_values": torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+    else:
+        ids = torch.randint(3, 97, (8, 11), generator=torch.Generator().manual_seed(0))
+        batch = {"input_ids": ids, "use_cache": False}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    model.zero_grad()
+    listening = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with listening, torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+        logits = model(**batch).logits.float()
+    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    (logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return logits.detach(), gradient, size
+
+
+def model_of(kind: str) -> Any:
+    if kind != "vit":
+        return tiny(kind)
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    torch.manual_seed(0)
+    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes)).eval()
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_what_several_layers_read_is_cast_and_kept_once_and_the_forward_pass_stays(kind: str) -> None:
+    model = model_of(kind)
+    exact, (logits, gradient, size) = seen(model, half=False), seen(model)
+    share_casts(model)
+    shared = seen(model)
+    assert torch.equal(shared[0], logits)
+    assert shared[2] < size
+    noise, found = ((g - exact[1]).norm() / exact[1].norm() for g in (gradient, shared[1]))
+    assert float(found) < 1.15 * float(noise)
+    assert torch.equal(seen(model, half=False)[1], exact[1]), "without autocast nothing changes"

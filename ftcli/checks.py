@@ -58,13 +58,18 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     from .compilation import check_compile
     from .corpora import check_corpus
     from .devices import count_gpus
+    from .float8 import check_float8
     from .liger import check_liger
     from .prompts import prompts_of
     from .rows import check_source, model_folder
     from .tasks import find_task, is_own
     from .template_variables import check_recipe
 
-    if problems := [*adapter_problems(recipe.adapter), *check_quantization(recipe, cpu=cpu)]:
+    if problems := [
+        *adapter_problems(recipe.adapter),
+        *check_quantization(recipe, cpu=cpu),
+        *check_float8(recipe, cpu=cpu),
+    ]:
         raise InputError(problems)
     check_recipe(recipe)
     check_compile(recipe)

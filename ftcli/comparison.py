@@ -33,6 +33,7 @@ TOLERANCES = {
     "fp16": Tolerance(2e-3, 2e-2, 0.5),
     "bf16": Tolerance(4e-3, 3e-2, 0.5),
     "bf16_pure": Tolerance(2e-2, 1e-1, 1.0),
+    "fp8": Tolerance(2e-2, 1.5e-1, 1.0),
 }
 
 

@@ -103,6 +103,7 @@ EXPLAINED = {
     "eval_strategy": "write evaluate.every_steps",
     "evaluation_strategy": "write evaluate.every_steps",
     "fp16": "write precision: fp16",
+    "fp8": "write precision: fp8",
     "fsdp": _PROFILE,
     "fsdp_config": _PROFILE,
     "gradient_accumulation_steps": "derived from batch.global_size, never written: delete this line",

@@ -154,6 +154,7 @@ def prepare(
     from .checkpoint import check_disk
     from .compilation import compile_layers
     from .evaluation import check_prompts, encode_prompts
+    from .float8 import check_float8_device, multiply_in_float8
     from .liger import use_liger
     from .models import quiet_libraries
     from .nonfinite import Flags
@@ -175,9 +176,11 @@ def prepare(
     rows = _one_evaluation_batch(rows, plan) if dry_run else rows
     folder = None if output is None else RunFolder(output)
     hardware = _build_hardware(loaded, plan, folder, cpu=cpu)
+    check_float8_device(loaded, hardware.accelerator.device)
     model = _build_model(loaded, task, rows, weights)
     kernels = [
         *use_liger(model, loaded, on_gpu=hardware.accelerator.device.type == "cuda"),
+        *multiply_in_float8(model, loaded, hardware.accelerator.device.type),
         *compile_layers(model, loaded, hooked=hardware.hooks_inside),
     ]
     share_casts(model)

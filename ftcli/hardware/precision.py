@@ -5,6 +5,7 @@
     bf16        float32             autocast to bfloat16    float32                        float32
     fp16        float32             autocast to float16     float32, of a scaled loss      float32
     bf16_pure   bfloat16            bfloat16                bfloat16                       float32
+    fp8         float32             as bf16, but float8.py  float32                        float32
 
 Frozen weights keep the dtype they are loaded in. Accelerate and DeepSpeed are told to leave precision alone.
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from ..recipe import Recipe
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 COMPUTE = {"fp32": torch.float32, "bf16_pure": torch.bfloat16, **AUTOCAST}
 
 

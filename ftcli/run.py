@@ -150,12 +150,10 @@ def prepare(
     """
     import torch
 
-    from .casts import share_casts
     from .checkpoint import check_disk
-    from .compilation import compile_layers
     from .evaluation import check_prompts, encode_prompts
-    from .float8 import check_float8_device, multiply_in_float8
-    from .liger import use_liger
+    from .float8 import check_float8_device
+    from .kernels import use_kernels
     from .models import quiet_libraries
     from .nonfinite import Flags
     from .optimizers import build_optimizer
@@ -178,12 +176,7 @@ def prepare(
     hardware = _build_hardware(loaded, plan, folder, cpu=cpu)
     check_float8_device(loaded, hardware.accelerator.device)
     model = _build_model(loaded, task, rows, weights)
-    kernels = [
-        *use_liger(model, loaded, on_gpu=hardware.accelerator.device.type == "cuda"),
-        *multiply_in_float8(model, loaded, hardware.accelerator.device.type),
-        *compile_layers(model, loaded, hooked=hardware.hooks_inside),
-    ]
-    share_casts(model)
+    kernels = use_kernels(model, loaded, hardware)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
     model = hardware.fit(model, loaded)

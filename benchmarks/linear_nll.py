@@ -9,6 +9,7 @@ Weights are float32 under autocast, or all of `--dtype` with `--pure`. Losses an
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import resource
 import time
@@ -43,9 +44,19 @@ def main() -> None:
         for power in given.pieces
     }
     ways["whole logits"] = (room.PIECE, lambda: token_nll(F.linear(hidden, weight), targets))
+    if device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+        ways["Liger's fused linear cross-entropy"] = (room.PIECE, lambda: liger(hidden, weight, targets))
     for way, (piece, nll) in ways.items():
         room.PIECE = piece
         print(json.dumps({"way": way, **measure(nll, hidden, weight, dtype, given.repeats)}), flush=True)
+
+
+def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed loss; its gradients are those of this sum alone, so it cannot give per-token losses."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    loss: Tensor = liger_fused_linear_cross_entropy(hidden, weight, targets, reduction="sum")
+    return loss
 
 
 def measure(

@@ -10,9 +10,9 @@ Shapes: B rows, H heads, T tokens, D documents, K features of a head.
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from .errors import InputError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 NAME = "documents"  # as transformers knows our attention function
+BY_TORCH = "documents_sdpa"  # the same with PyTorch's kernels alone
 
 # model_type -> what its attention has beyond plain causal attention with positions. A test holds each entry: logits
 # of documents laid end to end equal those of each by itself. What is not here is refused.
@@ -62,8 +63,23 @@ def is_flash(attn_implementation: str | None) -> bool:
 
 
 def is_flat(recipe: Recipe) -> bool:
-    """Say whether the rows of a training micro-batch are laid end to end instead of padded."""
-    return recipe.data.packing or recipe.data.padding_free
+    """Say whether a recipe asks that the rows of a training micro-batch are laid end to end instead of padded."""
+    return recipe.data.packing or recipe.data.padding_free is True
+
+
+def is_best_flat(model: nn.Module, recipe: Recipe) -> bool:
+    """Say whether rows are better laid end to end, where the recipe leaves it open: a kernel does it, exactly.
+
+    A mask would take the time and memory of the square of the longest row, and no flash kernel takes one.
+    """
+    import torch
+
+    if recipe.data.packing or recipe.data.padding_free is not None:
+        return is_flat(recipe)
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not torch.cuda.is_available() or recipe.model.attn_implementation not in (None, "sdpa"):
+        return False
+    return _problem(inner.config.to_dict(), recipe, "") is None and document_kernel(inner, recipe, "cuda") is not None
 
 
 def check_attention(recipe: Recipe, task: Any) -> None:
@@ -83,10 +99,10 @@ def check_attention(recipe: Recipe, task: Any) -> None:
         told = f"{key}: the rows of task {recipe.task} are not documents of a language model"
         raise InputError(told, hint=f"set {key} to false")
     chosen = recipe.model.attn_implementation
-    if chosen is not None and not is_flash(chosen):
+    if chosen not in (None, "sdpa") and not is_flash(chosen):
         raise InputError(
             f"model.attn_implementation: {chosen} cannot keep documents in one row apart ({key})",
-            hint=f"delete that line, name a flash_attention kernel, or set {key} to false",
+            hint=f"delete that line, name sdpa or a flash_attention kernel, or set {key} to false",
         )
     folder = model_folder(recipe.model.name)
     if folder is not None and (folder / "config.json").is_file():
@@ -97,10 +113,16 @@ def check_architecture(config: dict[str, Any], recipe: Recipe) -> None:
     """Raise `InputError` for the configuration of a model whose rows cannot be laid end to end exactly."""
     if not is_flat(recipe):
         return
-    key = "data.packing" if recipe.data.packing else "data.padding_free"
+    problem = _problem(config, recipe, "data.packing" if recipe.data.packing else "data.padding_free")
+    if problem is not None:
+        raise problem
+
+
+def _problem(config: dict[str, Any], recipe: Recipe, key: str) -> InputError | None:
+    """Return why rows of a model of this configuration cannot be laid end to end, as `key` asks; None: they can."""
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
-        raise InputError(
+        return InputError(
             f"{key}: documents in one row are not known to stay apart in a model of type {kind}",
             hint=f"set {key} to false; supported: {', '.join(sorted(ARCHITECTURES))}",
         )
@@ -109,11 +131,12 @@ def check_architecture(config: dict[str, Any], recipe: Recipe) -> None:
         longest = config.get("original_max_position_embeddings") or rotary.get("original_max_position_embeddings")
         longest = longest or config.get("max_position_embeddings", 0)
         if recipe.data.max_length > longest:
-            raise InputError(
+            return InputError(
                 f"{key}: rotary positions of type {scaling} depend on the longest row of a micro-batch when it has "
                 f"more than {longest} tokens",
                 hint=f"set data.max_length to {longest} at most, or {key} to false",
             )
+    return None
 
 
 def document_bounds(lengths: list[int], attn_implementation: str | None) -> dict[str, Any]:
@@ -127,20 +150,61 @@ def document_bounds(lengths: list[int], attn_implementation: str | None) -> dict
     return {"attention_mask": bounds[None, None, None, :], **longest}
 
 
-def confine_to_documents(model: nn.Module) -> None:
-    """Let a transformers model use `attend` in place of its own attention; padded rows give what they gave before."""
+def confine_to_documents(model: nn.Module, attn_implementation: str | None = None) -> None:
+    """Let a transformers model use `attend` in place of its own attention; padded rows give what they gave before.
+
+    The best kernel there is does it, or under sdpa the best of PyTorch's own.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # without one of our name models would get no mask at all
+    AttentionInterface.register(BY_TORCH, partial(attend, flash=False))
+    for name in (NAME, BY_TORCH):
+        AttentionMaskInterface.register(name, sdpa_mask)  # without one of our name models would get no mask at all
+    wanted = BY_TORCH if attn_implementation == "sdpa" else NAME
     inner: Any = model
     if hasattr(model, "get_base_model"):
         inner = inner.get_base_model()
-    inner.set_attn_implementation(NAME)
-    if inner.config._attn_implementation != NAME:  # transformers only warns
+    inner.set_attn_implementation(wanted)
+    if inner.config._attn_implementation != wanted:  # transformers only warns
         told = f"data.packing: the attention of {type(inner).__name__} cannot be replaced"
         raise InputError(told, hint="set data.packing and data.padding_free to false")
+
+
+def document_kernel(model: Any, recipe: Recipe, device_type: str) -> str | None:
+    """Return the kernel that `attend` will use for documents in one row of a transformers model; None: none can."""
+    import torch
+
+    from .attention_kernels import kernel_for
+    from .hardware.precision import COMPUTE
+
+    config = model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    key_size, value_size = getattr(config, "qk_head_dim", size), getattr(config, "v_head_dim", size)
+    if getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss":
+        return None
+    if any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop")):
+        return None
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    flash = recipe.model.attn_implementation != "sdpa"
+    return kernel_for(device, COMPUTE[recipe.precision], key_size, value_size, flash=flash)
+
+
+def describe_attention(model: nn.Module, recipe: Recipe, *, flat: bool, device_type: str) -> list[str]:
+    """Return what does the attention of training rows, for the log; nothing for what is no transformers model."""
+    from .attention_kernels import FLASH, import_problem
+
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    chosen = getattr(getattr(inner, "config", None), "_attn_implementation", None)
+    if chosen is None:
+        return []
+    if chosen not in (NAME, BY_TORCH) or not flat:
+        return [f"attention: {chosen}"]
+    kernel = document_kernel(inner, recipe, device_type)
+    broken = [problem for name in FLASH if (problem := import_problem(name)) and "cannot be imported" in problem]
+    told = "one document after the other" if kernel is None else f"{kernel}, all documents at once"
+    return [f"attention: {told}", *(broken if chosen == NAME and device_type == "cuda" else [])]
 
 
 def attend(
@@ -156,23 +220,29 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     max_length_q: int | None = None,
+    flash: bool = True,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Return `[B, T, H, K]` and no weights, from `[B, H, T, K]`; transformers' contract of an attention function.
 
     With bounds in place of a mask each document attends to itself alone, within its sliding window. One kernel does
-    all of them on CUDA. Elsewhere, and for what that kernel lacks (float32, dropout, soft-capping, sinks), they run
-    one by one: that is the arithmetic of a single row, in the time of the documents' own squares, where a
-    block-diagonal mask would take the time and memory of the whole row's square. On a GPU the loop waits once a
-    layer for the bounds.
+    all of them on CUDA; `flash` allows those of flash-attn's packages. Elsewhere, and for what those kernels lack
+    (float32, dropout, soft-capping, sinks), they run one by one: that is the arithmetic of a single row, in the time
+    of the documents' own squares, where a block-diagonal mask would take the time and memory of the whole row's
+    square. On a GPU the loop waits once a layer for the bounds.
     """
+    from .attention_kernels import attend_documents, compute_dtype, kernel_for
+
     extras: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if not _holds_bounds(attention_mask):
         return _attend_whole(module, query, key, value, attention_mask, **extras, **rest)
     assert attention_mask is not None
-    if softcap is None and s_aux is None and dropout == 0.0 and _has_kernel(query, key, value):
-        bounds, longest = attention_mask.flatten(), max_length_q or query.shape[2]
-        return _attend_varlen(query, key, value, bounds, longest, scaling, sliding_window), None
+    if softcap is None and s_aux is None and dropout == 0.0:
+        dtype = compute_dtype(query.dtype)
+        kernel = kernel_for(query.device, dtype, query.shape[-1], value.shape[-1], flash=flash)
+        if kernel is not None:
+            bounds, longest = attention_mask.flatten(), max_length_q or query.shape[2]
+            return attend_documents(kernel, query, key, value, bounds, longest, scaling, sliding_window), None
     found = []
     for start, end in pairwise(attention_mask.flatten().tolist()):  # on CUDA: a device sync
         q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
@@ -238,65 +308,3 @@ def _window(length: int, sliding_window: int | None, like: Tensor) -> Tensor | N
         return None
     causal = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
     return causal.triu(1 - sliding_window)[None, None]
-
-
-def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Say whether torch's own variable-length kernel can do it: half precision on a GPU that has it, equal heads.
-
-    It is FlashAttention 2: for compute capability 8.0 and above, with K a multiple of 8, up to 256.
-    """
-    import torch
-
-    size = query.shape[-1]
-    if not query.is_cuda or size > 256 or size % 8 or not size == key.shape[-1] == value.shape[-1]:
-        return False
-    if torch.version.cuda is not None and torch.cuda.get_device_capability(query.device) < (8, 0):
-        return False
-    return _half(query) in (torch.float16, torch.bfloat16) and "window_size" in _varlen_keywords()
-
-
-def _half(query: Tensor) -> Any:
-    """Return the dtype that attention computes in: autocast's where it is on, as for torch's own attention."""
-    import torch
-
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-
-
-@cache
-def _varlen_keywords() -> set[str]:
-    """Return what torch's kernel takes: windows and scaling came after its first version, grouped heads later."""
-    import importlib.util
-    import inspect
-
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return set()
-    from torch.nn.attention.varlen import varlen_attn
-
-    return set(inspect.signature(varlen_attn).parameters)
-
-
-def _attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """Return attention `[1, T, H, K]` of all documents by torch.nn.attention.varlen; no device sync.
-
-    Its window counts the tokens before the own one, transformers' counts that one too.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    groups = query.shape[1] // key.shape[1]
-    grouped: dict[str, Any] = {}
-    if groups > 1 and "enable_gqa" in _varlen_keywords():
-        grouped = {"enable_gqa": True}
-    elif groups > 1:
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    q, k, v = (tensor[0].transpose(0, 1).to(_half(query)) for tensor in (query, key, value))
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **grouped)
-    return cast("Tensor", out[None])

@@ -55,7 +55,11 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     """
     from .adapters import adapter_problems
     from .attention import check_attention
+    from .compilation import check_compile
     from .corpora import check_corpus
+    from .devices import count_gpus
+    from .float8 import check_float8
+    from .liger import check_liger
     from .metric_names import check_metric
     from .prompts import prompts_of
     from .row_counts import check_row_counts
@@ -63,9 +67,15 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     from .tasks import find_task, is_own
     from .template_variables import check_recipe
 
-    if problems := [*adapter_problems(recipe.adapter), *check_quantization(recipe, cpu=cpu)]:
+    if problems := [
+        *adapter_problems(recipe.adapter),
+        *check_quantization(recipe, cpu=cpu),
+        *check_float8(recipe, cpu=cpu),
+    ]:
         raise InputError(problems)
     check_recipe(recipe)
+    check_compile(recipe)
+    check_liger(recipe, local_type(recipe.model.name), on_gpu=not cpu and count_gpus() > 0)
     prompts_of(recipe.evaluate.generate)
     model_folder(recipe.model.name)
     if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
@@ -80,6 +90,17 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     format_facts(recipe)
     splits = data.truncation == "split" or (data.truncation is None and recipe.task == "pretrain")
     check_row_counts(recipe, may_split=splits or is_own(recipe.task))
+
+
+def local_type(name: str) -> str | None:
+    """Return the model type that a model on this machine says it is of; None where it lies on the hub."""
+    from .rows import model_folder
+
+    folder = model_folder(name)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    found: str | None = json.loads((folder / "config.json").read_text()).get("model_type")
+    return found
 
 
 def format_facts(recipe: Recipe) -> dict[str, str]:

@@ -95,7 +95,7 @@ def _stretch(run: Run) -> Iterator[Step]:
         scale = run.plan.accumulation * run.plan.processes / max(items, 1)
         zero: torch.Tensor = torch.zeros(1 + len(sources), device=accelerator.device)
         sums, losses = zero, []  # summed loss of this rank and of each source; of each micro-batch
-        for batch in window.batches if rows else ():  # no row is left when all were undone before: nothing moves
+        for batch in run.hardware.micro_batches(window.batches if rows else ()):  # no row is left: nothing moves
             with accelerator.accumulate(model):
                 heart.beat("forward", number)
                 batch = run.to_device(batch)

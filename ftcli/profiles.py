@@ -115,6 +115,9 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
     if profile.distributed_type == "DEEPSPEED" and profile.offloads_optimizer and recipe.precision == "bf16_pure":
         told = "precision is bf16_pure, and DeepSpeed then offloads no optimizer but its own, which it would compile"
         problems.append(Problem(told, where, "use precision: bf16, or the profile fsdp_offload"))
+    if profile.distributed_type == "DEEPSPEED" and recipe.precision == "fp8":
+        told = "precision is fp8, which is not known to train the same under DeepSpeed"
+        problems.append(Problem(told, where, "use precision: bf16, or the profile fsdp"))
     return problems
 
 

@@ -61,11 +61,12 @@ class Recipe(Section):
         description="sft, pretrain, text_classification, image_classification, ./my_task.py, or package.module.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Seeds weights, data order and dropout.")
-    precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = Field(
+    precision: Literal["fp32", "bf16", "fp16", "bf16_pure", "fp8"] = Field(
         "fp32",
         description="Dtype of the forward and backward pass; weights, optimizer and gradient sums stay float32, but "
         "bf16_pure holds them in bfloat16 too (a quarter of the memory, and small updates are lost). fp16 scales the "
-        "loss and skips steps whose gradient overflows.",
+        "loss and skips steps whose gradient overflows. fp8 is bf16 with the products of linear layers in 8-bit floats "
+        "(torchao; GPUs from compute capability 8.9; fast with model.torch_compile).",
     )
     output: str | None = Field(None, description="Run folder; absent: runs/<file name of the recipe>.")
     model: Model = Field(description="Which weights are trained, and how they are built.")

@@ -61,7 +61,20 @@ class Model(Section):
         "mean of the model's own; with an adapter these rows are trained beside it.",
     )
     attn_implementation: str | None = Field(
-        None, description=f"Attention kernel, as transformers names it. {MACHINE_HINT}"
+        None,
+        description="Attention kernel, as transformers names it; null: the best that is installed. Rows that are "
+        "packed or laid end to end take sdpa (PyTorch's own kernels), flash_attention_2, _3 or _4. "
+        f"{MACHINE_HINT}",
+    )
+    use_liger_kernel: bool | None = Field(
+        None,
+        description="Liger's kernels for norms, gated MLPs and rotary positions, on GPUs; null: where the package is "
+        f"installed and the architecture is known. {MACHINE_HINT}",
+    )
+    torch_compile: bool = Field(
+        False,
+        description="Compile every layer by itself (torch.compile): fewer passes over memory, for minutes before the "
+        f"first steps are done. Evaluation is not compiled. {MACHINE_HINT}",
     )
     gradient_checkpointing: bool = Field(
         False,
@@ -200,10 +213,11 @@ class Data(Section):
         description="true: whole documents share rows of max_length tokens, best-fit decreasing, and never see each "
         "other; batch.global_size then counts such rows. Language-model tasks only. Evaluation rows are not packed.",
     )
-    padding_free: bool = Field(
-        False,
+    padding_free: bool | None = Field(
+        None,
         description="true: the rows of a micro-batch are laid end to end instead of padded, each confined to itself; "
-        f"packing does so anyway. Language-model tasks only. {MACHINE_HINT}",
+        "packing does so anyway. Language-model tasks only. null: where a kernel does it (a GPU, 16-bit precision, an "
+        f"architecture that is known). {MACHINE_HINT}",
     )
     group_by_length: bool = Field(
         False,

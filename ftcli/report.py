@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .compilation import Graphs
 from .errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, InputError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Reporter:
         self._data_seconds = self._away = 0.0
         self._printed = 0.0
         self._finished = False
+        self._graphs = Graphs() if run.recipe.model.torch_compile else None
 
     def __enter__(self) -> Reporter:
         if self.main:
@@ -102,6 +104,8 @@ class Reporter:
     def step(self, step: Step) -> None:
         """Record an optimizer step; writes a row when one is due."""
         self.number = step.number
+        if self._graphs is not None:
+            self._graphs.note(step.number)
         self._items += step.items
         self._rows += step.rows
         self._data_seconds += step.data_seconds
@@ -228,6 +232,8 @@ class Reporter:
         """Record that the run is complete."""
         if self.main:
             self._tell_of_stream()
+            if self._graphs is not None:
+                self.say(self._graphs.told())
             if self.folder is not None:
                 self.say(f"done in {time.perf_counter() - self._started:.0f} s; weights in {self.folder.final}")
                 self.folder.write_status("done", self.number, EXIT_DONE)

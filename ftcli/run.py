@@ -153,6 +153,8 @@ def prepare(
 
     from .checkpoint import check_disk
     from .evaluation import check_prompts, encode_prompts
+    from .float8 import check_float8_device
+    from .kernels import use_kernels
     from .models import quiet_libraries
     from .nonfinite import Flags
     from .optimizers import build_optimizer
@@ -175,7 +177,9 @@ def prepare(
     rows = _one_evaluation_batch(rows, plan) if dry_run else rows
     folder = None if output is None else RunFolder(output)
     hardware = _build_hardware(loaded, plan, folder, cpu=cpu)
+    check_float8_device(loaded, hardware.accelerator.device)
     model = _build_model(loaded, task, rows, weights)
+    kernels = use_kernels(model, loaded, hardware)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
     model = hardware.fit(model, loaded)
@@ -199,7 +203,7 @@ def prepare(
         order=order,
         rows=rows,
         flags=flags,
-        facts=[],
+        facts=kernels,
         folder=folder,
         prompts=prompts,
         first_step=first_step,
@@ -283,6 +287,8 @@ def _hand_over(
 
 def _facts_of(run: Run) -> list[str]:
     """Return what a prepared run is, for the log; raises `RuntimeError` where dtypes are not those of the recipe."""
+    from .attention import describe_attention
+
     hardware = run.hardware
     return [
         *run.rows.told,
@@ -290,6 +296,12 @@ def _facts_of(run: Run) -> list[str]:
         _describe(run.recipe, run.plan, run.rows),
         f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {run.plan.processes} processes",
         hardware.check_dtypes(run.model, run.recipe),
+        *describe_attention(
+            hardware.unwrap(run.model),
+            run.recipe,
+            flat=getattr(run.task, "is_flat", False),
+            device_type=hardware.accelerator.device.type,
+        ),
         _count_parameters(hardware, run.model),
     ]
 

@@ -7,7 +7,7 @@ A backend is a module with `options`, `configure`, `reads_once`, `fit`, `handing
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -47,6 +47,11 @@ class Hardware:
     loss_scale: precision.LossScale | None  # under fp16 only
     skips: bool  # a step that is not finite leaves the weights alone
 
+    @property
+    def hooks_inside(self) -> bool:
+        """Whether the backend gathers weights by hooks on every module, not on whole layers: ZeRO-3."""
+        return self.backend is deepspeed and deepspeed.reads_in_pieces()
+
     def fit(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         """Return the model as the backend needs it before `prepare`, computing in the recipe's precision."""
         if reads_once() and not is_quantised(model):
@@ -54,6 +59,17 @@ class Hardware:
         model = self.backend.fit(self.accelerator, model)
         precision.compute_in(model, recipe, self.accelerator.device.type)
         return model
+
+    def micro_batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the micro-batches of a window; while their caller works on them, weights are cast once for all.
+
+        Not where weights are gathered for a forward pass and freed behind it: their casts would stay, whole.
+        """
+        if self.backend is not ddp:
+            yield from batches
+            return
+        with precision.cast_once(self.accelerator.device.type):
+            yield from batches
 
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradients; the last one of a window sums them over the ranks.

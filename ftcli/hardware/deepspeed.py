@@ -51,6 +51,13 @@ def reads_once() -> bool:
     return bool(AcceleratorState().deepspeed_plugin.zero3_init_flag)
 
 
+def reads_in_pieces() -> bool:
+    """Say whether weights are in pieces between uses: stage 3, whose hooks stand on every module."""
+    from accelerate.state import AcceleratorState
+
+    return bool(AcceleratorState().deepspeed_plugin.zero_stage == 3)
+
+
 @contextmanager
 def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Give every rank its pieces of the reader's weights before the block, one whole parameter at a time."""

@@ -5,12 +5,15 @@
     bf16        float32             autocast to bfloat16    float32                        float32
     fp16        float32             autocast to float16     float32, of a scaled loss      float32
     bf16_pure   bfloat16            bfloat16                bfloat16                       float32
+    fp8         float32             as bf16, but float8.py  float32                        float32
 
 Frozen weights keep the dtype they are loaded in. Accelerate and DeepSpeed are told to leave precision alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
     from ..recipe import Recipe
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 COMPUTE = {"fp32": torch.float32, "bf16_pure": torch.bfloat16, **AUTOCAST}
 
 
@@ -54,6 +57,19 @@ def compute_in(model: nn.Module, recipe: Recipe, device_type: str) -> None:
         if hasattr(model, "get_base_model"):
             inner = inner.get_base_model()
         inner.forward = torch.autocast(device_type, dtype=AUTOCAST[recipe.precision])(inner.forward)
+
+
+@contextmanager
+def cast_once(device_type: str) -> Iterator[None]:
+    """Let the forward passes of the block share their casts of float32 weights: no weight may change inside.
+
+    Autocast keeps the cast of a trained weight until its outermost region ends. A forward pass by itself is one, so
+    every micro-batch would read and write all weights anew; the region around the block, in which nothing else is
+    cast, outlives it. Backward passes go through the shared casts again and again: they keep nothing that the first
+    could have freed. Recomputed layers use them too, where the backward pass runs on this thread.
+    """
+    with torch.autocast(device_type, enabled=False):
+        yield
 
 
 class LossScale:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..attention import check_architecture, confine_to_documents, is_flash, is_flat
+from ..attention import check_architecture, confine_to_documents, is_best_flat, is_flash, is_flat
 from ..chat import TrainOn, encode_conversations, load_template
 from ..formats import convert
 from ..template_variables import check_variables, texts_of
@@ -61,7 +61,7 @@ class Task:
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ..models import load_tokenizer
 
-        self.recipe, self.options = recipe, options
+        self.recipe, self.options, self.is_flat = recipe, options, is_flat(recipe)
         self.tokenizer = load_tokenizer(recipe.model)
         if options.chat_template is not None:
             load_template(self.tokenizer, options.chat_template)
@@ -143,8 +143,10 @@ class Task:
         """Let the model return the negative log-likelihood of its targets, and keep documents in one row apart."""
         from ..losses import return_token_nll
 
-        if is_flat(self.recipe) and not is_flash(self.recipe.model.attn_implementation):
-            confine_to_documents(model)
+        chosen = self.recipe.model.attn_implementation
+        self.is_flat = is_best_flat(model, self.recipe)
+        if self.is_flat and not is_flash(chosen):
+            confine_to_documents(model, chosen)
         return_token_nll(model)
 
     def blank(self, row: Row) -> Row:
@@ -152,8 +154,8 @@ class Task:
         return row | {"trained": [False] * len(row["trained"]), "items": 0}
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return a batch of padded rows, or of training rows laid end to end when the recipe asks for it."""
-        if is_flat(self.recipe) and rows[0]["training"]:
+        """Return a batch of padded rows, or of training rows laid end to end (once the model is known)."""
+        if self.is_flat and rows[0]["training"]:
             return flat_batch(rows, self.recipe.model.attn_implementation)
         return padded_batch(rows, self.tokenizer.pad_token_id)
 

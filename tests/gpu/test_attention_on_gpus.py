@@ -1,6 +1,7 @@
 """Documents laid end to end give what each gives alone, on a GPU: every architecture offered, logits and gradients.
 
-In bf16 torch's own variable-length kernel does it, in float32 the loop over documents.
+In bf16 torch's own variable-length kernel does it, or flash-attn where that is installed; in float32 the loop over
+documents.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ftcli.attention import ARCHITECTURES, confine_to_documents
+from ftcli.attention_kernels import FLASH, import_problem
 
 from ..unit.test_attention import LENGTHS, documents, laid_end_to_end, tiny
 
@@ -25,6 +27,7 @@ WITHOUT_KERNEL = ("gemma2", "gpt_oss", "deepseek_v3")
 # Which experts a token goes to may turn with the last bit of bfloat16, and then all of it.
 WITH_EXPERTS = [kind for kind, what in ARCHITECTURES.items() if "experts" in what]
 KERNEL = "torch_attn::_varlen_attn"
+FLASH_ATTN = next((name for name in FLASH if torch.cuda.is_available() and import_problem(name) is None), None)
 
 
 def run(model: Any, batches: list[dict[str, Any]], precision: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +46,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
 
 
-def compare(kind: str, precision: str, device: str) -> dict[str, Any]:
+def compare(kind: str, precision: str, device: str, chosen: str | None = "sdpa") -> dict[str, Any]:
     """Return how far documents in one row, and documents alone, are from float32; and whether the kernel was used."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -52,7 +55,7 @@ def compare(kind: str, precision: str, device: str) -> dict[str, Any]:
     ends = [laid_end_to_end(rows, lengths) for lengths in (LENGTHS, [sum(LENGTHS)])]
     flat, merged = ({k: v.to(device) if torch.is_tensor(v) else v for k, v in end.items()} for end in ends)
     exact, alone = run(model, on_device, "fp32"), run(model, on_device, precision)
-    confine_to_documents(model)
+    confine_to_documents(model, chosen)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         packed = run(model, [flat], precision)
     return {
@@ -80,3 +83,15 @@ def test_documents_in_one_row_give_logits_and_gradients_of_each_alone(kind: str,
     if kind not in WITH_EXPERTS:
         assert float(logits.max()) < TIMES * float(noise.max())
         assert found["gradient"] < TIMES * found["noise of gradient"]
+
+
+@pytest.mark.skipif(FLASH_ATTN is None, reason="needs flash-attn")
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gemma3_text", "phi3"])
+def test_flash_attn_gives_documents_what_torchs_kernel_gives_them(kind: str) -> None:
+    found, torchs = compare(kind, "bf16", "cuda", None), compare(kind, "bf16", "cuda")
+    print(f"{kind} {FLASH_ATTN}: {found}")
+    assert not found["kernel"] and torchs["kernel"], "flash-attn was not taken"
+    assert found["ignored"] > LEAST
+    assert float(found["logits"].median()) < TIMES * float(found["noise of logits"].median())
+    assert float(found["logits"].max()) < TIMES * float(found["noise of logits"].max())
+    assert found["gradient"] < TIMES * found["noise of gradient"]

@@ -14,7 +14,7 @@ from ..multiprocess.cells import cell, write_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "padded": {},
+    "padded": {"padding_free": False},
     "padding-free": {"padding_free": True},
     "packed": {"packing": True},
 }
@@ -61,7 +61,8 @@ def test_two_gpus_give_the_packed_curve_of_one(
         assert found["packed"] == pytest.approx(wanted["packed"], rel=MOST[precision])
 
 
-def test_torchs_kernel_gives_each_document_what_it_has_alone() -> None:
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_kernel_gives_each_document_what_it_has_alone(flash: bool) -> None:
     from ftcli.attention import attend
 
     torch.manual_seed(0)
@@ -72,10 +73,11 @@ def test_torchs_kernel_gives_each_document_what_it_has_alone() -> None:
     )
     module = torch.nn.Identity()
     module.is_causal, module.num_key_value_groups = True, 2
+    attend(module, query, key, value, bounds[None, None, None], max_length_q=200, flash=flash)  # compiles itself
     with torch.cuda.device(0):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            whole, _ = attend(module, query, key, value, bounds[None, None, None], max_length_q=200)
+            whole, _ = attend(module, query, key, value, bounds[None, None, None], max_length_q=200, flash=flash)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     start = 0

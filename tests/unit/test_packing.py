@@ -164,7 +164,8 @@ def test_check_refuses_to_pack_rows_that_are_not_documents(tmp_path: Path) -> No
 def test_check_refuses_an_attention_kernel_that_knows_no_documents(tmp_path: Path) -> None:
     told = refusal(recipe(tmp_path, "llama", model=", attn_implementation: eager"))
     assert "model.attn_implementation: eager cannot keep documents in one row apart (data.packing)" in told
-    check(recipe(tmp_path, "llama", model=", attn_implementation: flash_attention_2"))
+    for known in ("flash_attention_2", "sdpa"):
+        check(recipe(tmp_path, "llama", model=f", attn_implementation: {known}"))
 
 
 def test_check_refuses_rotary_positions_that_look_at_the_whole_micro_batch(tmp_path: Path) -> None:

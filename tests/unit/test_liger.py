@@ -1,0 +1,129 @@
+"""Liger's kernels stand where a model's own modules stood, and only where they are known to do the same.
+
+The package needs a GPU and Triton: here plain torch that keeps its contract stands in for it; tests/gpu has the real.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftcli import devices
+from ftcli.checks import check_inputs
+from ftcli.errors import InputError
+from ftcli.liger import NORMS, replace, use_liger
+
+from .test_attention import tiny
+from .test_attention_kernels import recipe
+
+calls: list[str] = []
+
+
+def liger_rms_norm(x: Tensor, w: Tensor, eps: float, offset: float, casting_mode: str, in_place: bool) -> Tensor:
+    calls.append("norm")
+    assert not in_place
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * (offset + w) if casting_mode == "llama" else (normed * (offset + w)).to(x.dtype)
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    calls.append("swiglu")
+    return F.silu(a) * b
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    calls.append("geglu")
+    return F.gelu(a, approximate="tanh") * b
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "liger_kernel.transformers.functional"
+    for part in ("liger_kernel", "liger_kernel.transformers", name):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    for function in (liger_rms_norm, liger_swiglu, liger_geglu):
+        monkeypatch.setattr(sys.modules[name], function.__name__, function, raising=False)
+    monkeypatch.setattr(sys.modules["liger_kernel.transformers"], "functional", sys.modules[name], raising=False)
+    found = importlib.util.find_spec
+    spec = importlib.util.spec_from_loader("liger_kernel", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda x, *rest: spec if x == "liger_kernel" else found(x, *rest))
+
+
+def answer(model: Any) -> tuple[Tensor, Tensor]:
+    """Return logits and the gradient of all weights."""
+    ids = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    logits = model(ids, use_cache=False).logits
+    (logits * torch.linspace(-1, 1, logits.shape[-1])).sum().backward()
+    return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_model_gives_with_them_what_it_gave_without(kind: str) -> None:
+    model = tiny(kind)
+    names, (logits, gradient) = list(model.state_dict()), answer(model)
+    calls.clear()
+    counts = replace(model, kind)
+    found = answer(model)
+    assert counts["norms"] == sum(name.endswith("norm.weight") for name in names if "layernorm" not in name) + sum(
+        name.endswith("layernorm.weight") for name in names
+    )
+    assert counts["gated MLPs"] == counts["rotary attentions"] == 3
+    assert calls.count("norm") == counts["norms"] and len(calls) == counts["norms"] + 3
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(found[0], logits, atol=1e-5, rtol=1e-5)
+    assert float((found[1] - gradient).norm() / gradient.norm()) < 1e-5
+
+
+@pytest.mark.usefixtures("installed")
+def test_other_models_of_the_process_are_as_before() -> None:
+    first, second = tiny("llama"), tiny("llama")
+    use_liger(first, recipe("llama"), on_gpu=True)
+    calls.clear()
+    answer(second)
+    assert not calls
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("kind", "asked", "on_gpu", "told"),
+    [
+        ("llama", None, True, ["Liger kernels: 7 norms, 3 gated MLPs, 3 rotary attentions"]),
+        ("llama", True, True, ["Liger kernels: 7 norms, 3 gated MLPs, 3 rotary attentions"]),
+        ("llama", False, True, []),
+        ("llama", None, False, []),
+        ("llama", True, False, ["Liger kernels: none, there is no GPU"]),
+        ("opt", None, True, []),
+    ],
+)
+def test_the_log_says_what_was_replaced(kind: str, asked: bool | None, on_gpu: bool, told: list[str]) -> None:
+    given = recipe(kind, model={"name": "x", "use_liger_kernel": asked})
+    assert use_liger(tiny(kind), given, on_gpu=on_gpu) == told
+    assert use_liger(torch.nn.Linear(1, 1), recipe("x"), on_gpu=on_gpu) == []
+
+
+def test_asked_for_on_a_gpu_they_must_be_there_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = recipe("llama", model={"name": "x", "use_liger_kernel": True})
+    with pytest.raises(InputError, match="use_liger_kernel: the package liger-kernel is not installed") as missing:
+        use_liger(tiny("llama"), given, on_gpu=True)
+    assert "pip install liger-kernel" in str(missing.value)
+    with pytest.raises(InputError, match="a model of type opt is not known to be the same with them"):
+        use_liger(tiny("opt"), given, on_gpu=True)
+    tiny("llama").save_pretrained(tmp_path / "llama")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    here = {"model": {"name": str(tmp_path / "llama"), "use_liger_kernel": True}}
+    asked = recipe("x", **here, data={"train": str(tmp_path / "rows.jsonl")})
+    check_inputs(asked)  # on this machine there is no GPU
+    monkeypatch.setattr(devices, "count_gpus", lambda: 1)
+    with pytest.raises(InputError, match="liger-kernel is not installed"):
+        check_inputs(asked)
+    check_inputs(asked, cpu=True)

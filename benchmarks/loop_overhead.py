@@ -77,9 +77,7 @@ def bare(run: Any, accumulation: int, losses: list[Tensor]) -> Iterator[None]:
     compute_in(model, run.recipe, device.type)
     optimizer = build_optimizer(model, run.recipe)
     rows: Any = Rows(run.rows.train, run.task, training=True, bins=run.rows.bins)
-    loader = DataLoader(
-        rows, batch_sampler=run.order, collate_fn=Collate(run.task), pin_memory=device.type == "cuda"
-    )
+    loader = DataLoader(rows, batch_sampler=run.order, collate_fn=Collate(run.task), pin_memory=device.type == "cuda")
     batches = iter(loader)
     while True:
         window = [next(batches) for _ in range(accumulation)]

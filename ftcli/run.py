@@ -110,11 +110,9 @@ class Run:
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a batch's tensors on the device of this process; numbers stay numbers."""
-        device = self.hardware.accelerator.device
-        return {
-            name: value.to(device, non_blocking=True) if hasattr(value, "to") else value
-            for name, value in batch.items()
-        }
+        from .copies import on_device
+
+        return on_device(batch, self.hardware.accelerator.device)
 
     def any_batch(self) -> Batch:
         """Return a batch of one training row on the device, without taking it from the order of rows."""
@@ -124,9 +122,7 @@ class Run:
 
     def reseed(self, step: int) -> None:
         """Seed this process's generators (dropout) from (seed, step, rank): they carry no state between steps."""
-        import torch
-
-        torch.manual_seed(seed_of(self.recipe.seed, step, self.hardware.ranks.rank))
+        self.hardware.reseed(seed_of(self.recipe.seed, step, self.hardware.ranks.rank))
 
 
 def prepare(
@@ -244,6 +240,7 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
     from .adapters import add_adapter
     from .hardware import built_whole
     from .hardware.precision import load_dtype, trained_dtype
+    from .padding import listen
     from .token_rows import new_rows
 
     model, heads = task.load_model(rows.facts, dtype=load_dtype(recipe), weights=weights)
@@ -259,6 +256,7 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
             weights=weights,
         )
     task.finish_model(model)
+    listen()
     if recipe.model.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             told = f"model.gradient_checkpointing: {recipe.model.name} does not support it"

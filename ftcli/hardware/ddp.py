@@ -67,6 +67,17 @@ def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, fac
     return norm
 
 
+def step(optimizer: Any) -> None:
+    """Step the weights and drop their gradients, past Accelerate's wrapper.
+
+    That one looks for an optional package on disk and inspects a signature at every step, half a millisecond, to know
+    what the loop knows: that the window is complete, and no other scaler is at work.
+    """
+    inner = optimizer.optimizer
+    inner.step()
+    inner.zero_grad()
+
+
 def unscale(model: nn.Module, factor: float) -> None:
     """Divide every gradient by `factor`, in place."""
     if factor != 1.0:

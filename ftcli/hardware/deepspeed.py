@@ -96,6 +96,10 @@ def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, fac
     return torch.as_tensor(norm, dtype=torch.float32)
 
 
+def step(optimizer: Any) -> None:
+    """Do nothing: DeepSpeed stepped inside backward."""
+
+
 def full_parameter(parameter: nn.Parameter) -> Tensor:
     """Return the whole parameter, gathered over the ranks when ZeRO-3 has it in pieces."""
     from deepspeed.runtime.zero import GatheredParameters

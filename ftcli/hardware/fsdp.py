@@ -12,6 +12,7 @@ import torch
 from . import loading
 from .ddp import backward as backward  # the same
 from .ddp import slots as slots
+from .ddp import step as step
 from .ddp import unscale
 from .state import NOTHING, Piece, live, trained
 

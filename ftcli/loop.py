@@ -97,7 +97,7 @@ def _stretch(run: Run) -> Iterator[Step]:
         zero: torch.Tensor = torch.zeros(1 + len(sources), device=accelerator.device)
         sums, losses = zero, []  # summed loss of this rank and of each source; of each micro-batch
         for batch in window.batches if rows else ():  # no row is left when all were undone before: nothing moves
-            with accelerator.accumulate(model):
+            with run.hardware.accumulating(model):
                 heart.beat("forward", number)
                 item_sources = batch.pop("item_sources", None)
                 parts = run.task.loss(model, batch)

@@ -38,7 +38,7 @@ def padding_of(batch: Batch) -> Padding | None:
     mask = batch.get("attention_mask")
     if masks != ["attention_mask"] or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_floating_point():
         return None
-    values = mask.numpy() != 0
+    values = mask.numpy()
     if values.all():
         return Padding("nowhere", values.shape)
     return Padding("at the end", values.shape) if (values[:, :-1] >= values[:, 1:]).all() else None

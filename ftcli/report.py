@@ -29,6 +29,7 @@ NAME_OF_RUN = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}  # each
 SHOWN_ANSWERS = 3  # in the log; samples.jsonl has all
 WIDEST = 100  # characters of an answer in the log
 TEXT_TRACKERS = ("tensorboard", "wandb", "trackio")
+STATUS_SECONDS = 0.5  # least time between two writings of status.json, which is a file replaced each time
 QUIET_SECONDS = 2.0  # least time between plain progress lines, the first and the last apart
 
 
@@ -43,7 +44,7 @@ class Reporter:
         self._since = self._started = time.perf_counter()
         self._items = self._rows = 0
         self._data_seconds = self._away = 0.0
-        self._printed = 0.0
+        self._printed = self._stated = 0.0
         self._finished = False
 
     def __enter__(self) -> Reporter:
@@ -154,7 +155,9 @@ class Reporter:
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is not None:
             self.folder.append_metrics(row)
-            self.folder.write_status("running", row["step"], 0)
+            if time.perf_counter() - self._stated >= STATUS_SECONDS:
+                self._stated = time.perf_counter()
+                self.folder.write_status("running", row["step"], 0)
         if self.run.recipe.log.trackers and self.run.folder is not None:
             numbers = {name: value for name, value in row.items() if name not in ("step", "samples")}
             self.run.hardware.accelerator.log(numbers, step=row["step"])

@@ -55,6 +55,12 @@ class Hardware:
         precision.compute_in(model, recipe, self.accelerator.device.type)
         return model
 
+    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the block of one micro-batch: of a window's, only the last sums gradients over ranks (fsdp: each)."""
+        several = self.accelerator.gradient_accumulation_steps > 1
+        block: AbstractContextManager[None] = self.accelerator.accumulate(model) if several else nullcontext()
+        return block
+
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradients; the last one of a window sums them over the ranks.
 

@@ -63,8 +63,7 @@ def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, fac
     """Divide gradients by `factor` and clip them in place; return the norm before clipping."""
     unscale(model, factor)
     limit = float("inf") if max_norm is None else max_norm
-    norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
-    return norm
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), limit)  # Accelerate's, which looks for DTensors first
 
 
 def step(optimizer: Any) -> None:

@@ -8,6 +8,7 @@ Everything that trains starts here: the command line's worker, a bare `accelerat
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,6 +66,7 @@ class Run:
     prompts: list[EncodedPrompt] = field(default_factory=list)  # to answer at each evaluation
     first_step: int = 0
     is_measured: bool = True  # the checkpoint that the run goes on from holds the metrics of its step
+    began: float = field(default_factory=time.perf_counter)  # when this launch did
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
 
     @property
@@ -154,6 +156,7 @@ def prepare(
     from .stream_loader import build_stream
     from .tasks import build_task
 
+    began = _began()
     quiet_libraries()
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     loaded = _shortened(loaded) if dry_run else loaded
@@ -196,6 +199,7 @@ def prepare(
         folder=folder,
         prompts=prompts,
         first_step=first_step,
+        began=began,
     )
     run.facts += _facts_of(run)
     torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
@@ -203,6 +207,15 @@ def prepare(
     if start is not None:
         _go_on(run, start)
     return run
+
+
+def _began() -> float:
+    """Return when this launch began, as time.perf_counter: a launched process at its start, a notebook's run now."""
+    import psutil
+
+    if "FTCLI_LAUNCHED" not in os.environ and "RANK" not in os.environ:
+        return time.perf_counter()
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
 
 
 def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:
@@ -272,6 +285,7 @@ def _hand_over(
     given = [loader for loader in loaders if loader is not None]
     with hardware.handing_out(model, optimizer):
         model, optimizer, *given = hardware.accelerator.prepare(model, optimizer, *given)
+    hardware.arrange(model)
     prepared = iter(given)
     return model, optimizer, *(None if loader is None else next(prepared) for loader in loaders)
 

@@ -82,6 +82,11 @@ class Hardware:
         block: AbstractContextManager[None] = self.backend.handing_out(self.accelerator, model, optimizer)
         return block
 
+    def arrange(self, model: nn.Module) -> None:
+        """Settle what can be settled only once a model is prepared; no value moves."""
+        if self.backend is fsdp:
+            fsdp.arrange(model)
+
     def clip(self, model: nn.Module, max_norm: float | None) -> Tensor:
         """Clip gradients to a global 2-norm and return the norm before clipping, a float32 scalar on the device.
 
@@ -200,7 +205,11 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
         device_placement=False,  # a whole window of batches must not sit on the device
         dataloader_config=DataLoaderConfiguration(even_batches=False, dispatch_batches=False),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=plan.accumulation, sync_with_dataloader=False
+            num_steps=plan.accumulation,
+            sync_with_dataloader=False,
+            # Unsummed gradients are whole ones: FSDP would hold 4 bytes for every weight of the model on every rank.
+            # Their sums hide behind the backward pass; DistributedDataParallel has whole ones anyway, and waits.
+            sync_each_batch=_asks("FSDP") and fsdp.SYNC_EACH,
         ),
         rng_types=[],  # every process seeds itself from (seed, step, rank)
         log_with=trackers or None,

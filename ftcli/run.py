@@ -177,7 +177,8 @@ def prepare(
     model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
-    loaders = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
+    pins = hardware.accelerator.device.type == "cuda"
+    loaders = build_loaders(loaded, plan, task, rows, first_step, flags.excluded, pins=pins)
     order: Any = None if loaders[0] is None else loaders[0].batch_sampler
     model, optimizer, train_loader, eval_loader = _hand_over(hardware, model, optimizer, *loaders)
     if train_loader is None:

@@ -79,7 +79,10 @@ def measure(recipe: str, profile: str, given: list[str], rounds: int, cpu: bool)
 
 
 def _train(recipe: str, given: list[str], cpu: bool) -> tuple[list[float], dict[str, Any]]:
-    """Return seconds of each step but the first, waiting for the device after each, and what the run showed."""
+    """Return seconds of each step but the first ones, and what the run showed.
+
+    Nothing is waited for but what the loop waits for: the step before, so that a step's time is that between two.
+    """
     import torch
 
     from ftcli.loop import steps
@@ -94,15 +97,13 @@ def _train(recipe: str, given: list[str], cpu: bool) -> tuple[list[float], dict[
     run = prepare(load_recipe(recipe, given), cpu=cpu)
     laps, losses, norms, last = [], [], [], 0.0
     for step in steps(run):
-        if on_gpu:
-            torch.cuda.synchronize()
         now = time.perf_counter()
         if step.number > WARM:
             laps.append(now - last)
+        last = now
         if step.number in (1, run.steps):
             losses.append(step.loss)
             norms.append(step.grad_norm)
-        last = time.perf_counter()
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
     facts = {
         "processes": run.plan.processes,

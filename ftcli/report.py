@@ -45,7 +45,7 @@ class Reporter:
         self._items = self._rows = 0
         self._data_seconds = self._away = 0.0
         self._printed = self._stated = 0.0
-        self._first: float | None = None  # seconds from this launch's beginning to the end of its first step
+        self._is_first = True  # the next step is this launch's first
         self._finished = False
 
     def __enter__(self) -> Reporter:
@@ -103,7 +103,7 @@ class Reporter:
 
     def step(self, step: Step) -> None:
         """Record an optimizer step; writes a row when one is due."""
-        if self._first is None and self.main:
+        if self._is_first and self.main:
             self._tell_first(step)
         self.number = step.number
         self._items += step.items
@@ -124,9 +124,13 @@ class Reporter:
 
     def _tell_first(self, step: Step) -> None:
         """Say how long this launch took until its first step was done, loading and compiling included."""
+        self._is_first = False
         float(step.loss_tensor)  # waits for the device
-        self._first = time.perf_counter() - self.run.began
-        self.say(f"first step after {self._first:.1f} s, {self._started - self.run.began:.1f} s of them loading")
+        seconds = time.perf_counter() - self.run.began
+        self.say(f"first step after {seconds:.1f} s, {self._started - self.run.began:.1f} s of them loading")
+        if self.folder is not None and (path := self.folder.path / "environment.json").exists():
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            self.folder.write_json(path.name, facts | {"seconds_to_first_step": seconds})
 
     def _row(self, step: Step) -> dict[str, Any]:
         values = {"loss": step.loss, "grad_norm": step.grad_norm}  # waits for the device, so time is read after
@@ -147,7 +151,6 @@ class Reporter:
             "data_wait_share": self._data_seconds / elapsed,
             "peak_memory_gb": _peak_memory() / 1e9,
             "seconds": now - self._started - self._away,
-            "seconds_to_first_step": self._first,  # of this launch
         }
         self._since, self._items, self._rows, self._data_seconds = now, 0, 0, 0.0
         return row

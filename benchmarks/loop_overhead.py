@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-WARM = 5  # steps before the first block
 SMALL: dict[str, dict[str, Any]] = {  # beside the shapes of random_model.py
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 512},
@@ -114,11 +113,11 @@ def ours(run: Any, losses: list[Tensor], *, recorded: bool) -> Iterator[None]:
             yield
 
 
-def in_turns(contestants: dict[str, Iterator[None]], steps: int, block: int) -> dict[str, list[float]]:
+def in_turns(contestants: dict[str, Iterator[None]], steps: int, block: int, warm: int) -> dict[str, list[float]]:
     """Return milliseconds of a step in each block, by contestant; the first steps of each are left out."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for contestant in contestants.values():
-        for _ in range(WARM):
+        for _ in range(warm):
             next(contestant)
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(steps // block):
@@ -149,12 +148,13 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--steps", type=int, default=400, help="of each, in blocks")
     parser.add_argument("--block", type=int, default=20)
+    parser.add_argument("--warm", type=int, default=5, help="steps before the first block")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = given.recipe or str(write_inputs(folder, given.shape, given.length, given.rows))
-        most = WARM + (given.steps // given.block) * (given.block + 1) + 1
+        most = given.warm + (given.steps // given.block) * (given.block + 1) + 1
         overrides = [f"train.max_steps={most}", "evaluate.at_start=false"]
         if given.recipe is None:
             overrides.append(f"batch.global_size={given.rows * given.accumulation}")
@@ -167,7 +167,7 @@ def main() -> None:
             "ours": ours(runs[0], losses["ours"], recorded=False),
             "recorded": ours(runs[1], losses["recorded"], recorded=True),
         }
-        times = in_turns(contestants, given.steps, given.block)
+        times = in_turns(contestants, given.steps, given.block, given.warm)
         medians = {name: statistics.median(values) for name, values in times.items()}
         extra = {
             name: statistics.median(a - b for a, b in zip(times[name], times["bare"], strict=True))

@@ -15,7 +15,9 @@ import torch
 from .decoding import NOBODY, Choice, decode, end_tokens, forward_names
 from .errors import InputError
 from .faults import Stopped
+from .garbage import automatic
 from .generation import answer_of, check_room
+from .padding import padding_of, told
 from .prompts import Answer, Prompt, prompts_of
 from .recipe import ANSWER_METRICS
 from .sampling import PADDING
@@ -49,7 +51,8 @@ def evaluate(run: Run) -> dict[str, float]:
             run.heart.beat("evaluating", run.heart.now.step)
             asked = run.hardware.ranks.sum_later([int(run.stop.requested())])
             ids = batch.pop("sample_ids")
-            values = run.task.eval_step(run.model, run.to_device(batch)) | {"id": ids}
+            with told(padding_of(batch)):
+                values = run.task.eval_step(run.model, run.to_device(batch)) | {"id": ids}
             for name, value in values.items():
                 collected.setdefault(name, []).append(value.cpu().numpy())
             if asked()[0]:
@@ -141,8 +144,9 @@ def sample_prompts(run: Run) -> list[Answer]:
 
 def measure(run: Run) -> tuple[dict[str, float], list[Answer]]:
     """Return the metrics of the evaluation rows and of the answers to the prompts, and the answers; a collective."""
-    metrics = {} if run.eval_loader is None else evaluate(run)
-    answers = sample_prompts(run)
+    with automatic():
+        metrics = {} if run.eval_loader is None else evaluate(run)
+        answers = sample_prompts(run)
     return metrics | measure_answers(answers), answers
 
 

@@ -15,10 +15,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .run_folder import HEARTBEATS, RunFolder
 from .supervision import say
@@ -30,8 +29,7 @@ FIRST_SECONDS = 300.0  # when a lap is long that has none before it
 APART = ("loading", "evaluating", "answering", "saving")  # laps of their own; all others belong to their step
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """What one rank is at."""
 
     count: int  # phase changes so far
@@ -97,7 +95,7 @@ class Heartbeat:
     def _write(self, beat: Beat) -> None:
         assert self._folder is not None
         who = {"process": os.getpid(), "launch": os.environ.get("FTCLI_LAUNCHED", "")}  # read by rank_watch.py
-        told = asdict(beat) | {"seconds": time.monotonic() - beat.since} | who
+        told = beat._asdict() | {"seconds": time.monotonic() - beat.since} | who
         del told["since"]  # means nothing to another process
         RunFolder(self._folder).write_json(f"rank-{self.rank}.json", told)
 

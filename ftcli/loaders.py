@@ -87,13 +87,21 @@ class Collate(WithTask):
 
 
 def build_loaders(
-    recipe: Recipe, plan: Plan, task: Task, rows: PreparedRows, first_step: int, excluded: Set[int] = frozenset()
+    recipe: Recipe,
+    plan: Plan,
+    task: Task,
+    rows: PreparedRows,
+    first_step: int,
+    excluded: Set[int] = frozenset(),
+    *,
+    pins: bool = False,
 ) -> tuple[DataLoader | None, DataLoader | None]:
     """Return loaders of host batches in global order; Accelerate gives each process its share of the batches.
 
     A stream has no such loader of training rows: stream_loader.py builds it for each process.
 
-    Training documents whose id is in `excluded` are padding instead; it may grow until the loader is iterated.
+    Training documents whose id is in `excluded` are padding instead; it may grow until the loader is iterated. With
+    `pins` a thread puts what loader processes hand over into pinned memory; without them copies.py does.
     """
     from torch.utils.data import DataLoader
 
@@ -109,6 +117,7 @@ def build_loaders(
             batch_sampler=order,
             collate_fn=Collate(task, sources=training and len(rows.sources) > 0),
             num_workers=recipe.data.workers if training else 0,
+            pin_memory=pins and training and recipe.data.workers > 0,
             worker_init_fn=ignore_signals_in_workers,
         )
 

@@ -17,6 +17,7 @@ from .artifacts import save_final
 from .checkpoint import make_up, save
 from .evaluation import measure
 from .faults import Stopped
+from .garbage import collected
 from .gradient_watch import check_gradients
 from .hardware.out_of_memory import out_of_memory_told
 from .losses import sum_by_source
@@ -64,10 +65,10 @@ class Step:
 
 def steps(run: Run) -> Iterator[Step]:
     """Train: yield after each optimizer step; when bad steps are undone (recipe: `faults`), numbers go back."""
-    yield from _stretch(run)
+    yield from collected(_stretch(run), run.first_step)
     while run.flags.must_go_back:
         go_back(run)
-        yield from _stretch(run)
+        yield from collected(_stretch(run), run.first_step)
 
 
 def _stretch(run: Run) -> Iterator[Step]:
@@ -96,9 +97,8 @@ def _stretch(run: Run) -> Iterator[Step]:
         zero: torch.Tensor = torch.zeros(1 + len(sources), device=accelerator.device)
         sums, losses = zero, []  # summed loss of this rank and of each source; of each micro-batch
         for batch in run.hardware.micro_batches(window.batches if rows else ()):  # no row is left: nothing moves
-            with accelerator.accumulate(model):
+            with run.hardware.accumulating(model):
                 heart.beat("forward", number)
-                batch = run.to_device(batch)
                 item_sources = batch.pop("item_sources", None)
                 parts = run.task.loss(model, batch)
                 loss = parts.sum()
@@ -109,8 +109,7 @@ def _stretch(run: Run) -> Iterator[Step]:
         norm = zero[0]
         if rows:
             norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+            run.hardware.step(optimizer)
         sums = run.hardware.ranks.sum_on_device(sums)
         mean = sums[0] / max(items, 1)
         done = window
@@ -136,7 +135,7 @@ def _stretch(run: Run) -> Iterator[Step]:
         )
         if run.flags.must_go_back:  # the caller has asked
             break
-        model.train()  # the caller may have evaluated
+        run.hardware.train(model)  # the caller may have evaluated
     if window is not None:
         window.agreed()  # its message is under way
     run.flags.settle()

@@ -30,6 +30,7 @@ NAME_OF_RUN = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}  # each
 SHOWN_ANSWERS = 3  # in the log; samples.jsonl has all
 WIDEST = 100  # characters of an answer in the log
 TEXT_TRACKERS = ("tensorboard", "wandb", "trackio")
+STATUS_SECONDS = 0.5  # least time between two writings of status.json, which is a file replaced each time
 QUIET_SECONDS = 2.0  # least time between plain progress lines, the first and the last apart
 
 
@@ -44,7 +45,8 @@ class Reporter:
         self._since = self._started = time.perf_counter()
         self._items = self._rows = 0
         self._data_seconds = self._away = 0.0
-        self._printed = 0.0
+        self._printed = self._stated = 0.0
+        self._is_first = True  # the next step is this launch's first
         self._finished = False
         self._graphs = Graphs() if run.recipe.model.torch_compile else None
 
@@ -103,6 +105,8 @@ class Reporter:
 
     def step(self, step: Step) -> None:
         """Record an optimizer step; writes a row when one is due."""
+        if self._is_first and self.main:
+            self._tell_first(step)
         self.number = step.number
         if self._graphs is not None:
             self._graphs.note(step.number)
@@ -121,6 +125,16 @@ class Reporter:
             self._show(row, last=last or step.stop)
         elif self.terminal:
             self._progress.update(self._bar, completed=step.number)
+
+    def _tell_first(self, step: Step) -> None:
+        """Say how long this launch took until its first step was done, loading and compiling included."""
+        self._is_first = False
+        float(step.loss_tensor)  # waits for the device
+        seconds = time.perf_counter() - self.run.began
+        self.say(f"first step after {seconds:.1f} s, {self._started - self.run.began:.1f} s of them loading")
+        if self.folder is not None and (path := self.folder.path / "environment.json").exists():
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            self.folder.write_json(path.name, facts | {"seconds_to_first_step": seconds})
 
     def _row(self, step: Step) -> dict[str, Any]:
         values = {"loss": step.loss, "grad_norm": step.grad_norm}  # waits for the device, so time is read after
@@ -158,7 +172,9 @@ class Reporter:
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is not None:
             self.folder.append_metrics(row)
-            self.folder.write_status("running", row["step"], 0)
+            if time.perf_counter() - self._stated >= STATUS_SECONDS:
+                self._stated = time.perf_counter()
+                self.folder.write_status("running", row["step"], 0)
         if self.run.recipe.log.trackers and self.run.folder is not None:
             numbers = {name: value for name, value in row.items() if name not in ("step", "samples")}
             self.run.hardware.accelerator.log(numbers, step=row["step"])

@@ -8,6 +8,7 @@ Everything that trains starts here: the command line's worker, a bare `accelerat
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,6 +67,7 @@ class Run:
     prompts: list[EncodedPrompt] = field(default_factory=list)  # to answer at each evaluation
     first_step: int = 0
     is_measured: bool = True  # the checkpoint that the run goes on from holds the metrics of its step
+    began: float = field(default_factory=time.perf_counter)  # when this launch did
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
 
     @property
@@ -111,11 +113,9 @@ class Run:
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a batch's tensors on the device of this process; numbers stay numbers."""
-        device = self.hardware.accelerator.device
-        return {
-            name: value.to(device, non_blocking=True) if hasattr(value, "to") else value
-            for name, value in batch.items()
-        }
+        from .copies import on_device
+
+        return on_device(batch, self.hardware.accelerator.device)
 
     def any_batch(self) -> Batch:
         """Return a batch of one training row on the device, without taking it from the order of rows."""
@@ -125,9 +125,7 @@ class Run:
 
     def reseed(self, step: int) -> None:
         """Seed this process's generators (dropout) from (seed, step, rank): they carry no state between steps."""
-        import torch
-
-        torch.manual_seed(seed_of(self.recipe.seed, step, self.hardware.ranks.rank))
+        self.hardware.reseed(seed_of(self.recipe.seed, step, self.hardware.ranks.rank))
 
 
 def prepare(
@@ -161,6 +159,7 @@ def prepare(
     from .stream_loader import build_stream
     from .tasks import build_task
 
+    began = _began()
     quiet_libraries()
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     loaded = _shortened(loaded) if dry_run else loaded
@@ -185,7 +184,8 @@ def prepare(
     model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
-    loaders = build_loaders(loaded, plan, task, rows, first_step, flags.excluded)
+    pins = hardware.accelerator.device.type == "cuda"
+    loaders = build_loaders(loaded, plan, task, rows, first_step, flags.excluded, pins=pins)
     order: Any = None if loaders[0] is None else loaders[0].batch_sampler
     model, optimizer, train_loader, eval_loader = _hand_over(hardware, model, optimizer, *loaders)
     if train_loader is None:
@@ -207,6 +207,7 @@ def prepare(
         folder=folder,
         prompts=prompts,
         first_step=first_step,
+        began=began,
     )
     run.facts += _facts_of(run)
     torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
@@ -214,6 +215,15 @@ def prepare(
     if start is not None:
         _go_on(run, start)
     return run
+
+
+def _began() -> float:
+    """Return when this launch began, as time.perf_counter: a launched process at its start, a notebook's run now."""
+    import psutil
+
+    if "FTCLI_LAUNCHED" not in os.environ and "RANK" not in os.environ:
+        return time.perf_counter()
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
 
 
 def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:
@@ -251,6 +261,7 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
     from .adapters import add_adapter
     from .hardware import built_whole
     from .hardware.precision import load_dtype, trained_dtype
+    from .padding import listen
     from .token_rows import new_rows
 
     model, heads = task.load_model(rows.facts, dtype=load_dtype(recipe), weights=weights)
@@ -266,6 +277,7 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
             weights=weights,
         )
     task.finish_model(model)
+    listen()
     if recipe.model.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             told = f"model.gradient_checkpointing: {recipe.model.name} does not support it"
@@ -281,6 +293,7 @@ def _hand_over(
     given = [loader for loader in loaders if loader is not None]
     with hardware.handing_out(model, optimizer):
         model, optimizer, *given = hardware.accelerator.prepare(model, optimizer, *given)
+    hardware.arrange(model)
     prepared = iter(given)
     return model, optimizer, *(None if loader is None else next(prepared) for loader in loaders)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .copies import Copies
 from .sampling import PADDING, digest
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Window:
-    """The micro-batches of one rank for one step, on the host, and what all ranks say of theirs."""
+    """The micro-batches of one rank for one step, and what all ranks say of theirs."""
 
-    batches: list[Batch]
+    batches: Iterator[Batch]  # on the device, each copied while the one before is computed
     ids: list[np.ndarray]  # of the rows of each micro-batch
     agreed: Callable[[], list[int]]  # waits for the sums over ranks: items, digest, rows, stop requests, and more
     seconds: float
@@ -33,7 +34,7 @@ class Window:
 
 def windows(run: Run) -> Iterator[Window]:
     """Yield the windows of the steps to come; each one's message to the other ranks is already under way."""
-    batches = iter(run.train_loader)
+    batches, copies = iter(run.train_loader), Copies(run.hardware.accelerator.device)
     sources = len(run.rows.sources)
     for _ in range(run.first_step, run.steps):
         started = time.perf_counter()
@@ -44,7 +45,8 @@ def windows(run: Run) -> Iterator[Window]:
         message = [items, digest(ids), int((ids != PADDING).sum()), int(run.stop.requested() or run.saving.failed())]
         message += count_by_source(window, sources)
         message += run.stream.tally() if run.stream else []
-        yield Window(window, parts, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
+        on_device = copies.ahead(window)
+        yield Window(on_device, parts, run.hardware.ranks.sum_later(message), time.perf_counter() - started)
 
 
 def count_by_source(batches: list[Batch], sources: int) -> list[int]:

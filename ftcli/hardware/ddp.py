@@ -20,14 +20,26 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 
+# Gradients are summed over ranks in buckets of so many MiB, while the backward pass goes on. NCCL reaches three fifths
+# of its bandwidth at PyTorch's 25 and nine tenths at 128 (published tables of H200s); what cannot hide behind the
+# backward pass is the last bucket, half a millisecond on NVLink. benchmarks/communication.py measures others.
+BUCKET_MB = 128
+
+
 def options() -> dict[str, Any]:
-    """Return what the Accelerator is made with."""
+    """Return what the Accelerator is made with.
+
+    Gradients are views of the buckets: no copy, and one gradient in memory. `static_graph` is left alone: it spares
+    the search for unused parameters, which is off, and would hold a run to the graph of its first step.
+    """
     from accelerate.utils import DistributedDataParallelKwargs
 
-    return {
-        # Buffers are equal on every rank already (frozen statistics) or must not be copied from rank 0 (trained ones).
-        "kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
-    }
+    kwargs = DistributedDataParallelKwargs(
+        bucket_cap_mb=BUCKET_MB,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # equal on every rank already (frozen statistics), or not to be copied (trained ones)
+    )
+    return {"kwargs_handlers": [kwargs]}
 
 
 def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
@@ -63,8 +75,18 @@ def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, fac
     """Divide gradients by `factor` and clip them in place; return the norm before clipping."""
     unscale(model, factor)
     limit = float("inf") if max_norm is None else max_norm
-    norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), limit)
-    return norm
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), limit)  # Accelerate's, which looks for DTensors first
+
+
+def step(optimizer: Any) -> None:
+    """Step the weights and drop their gradients, past Accelerate's wrapper.
+
+    That one looks for an optional package on disk and inspects a signature at every step, half a millisecond, to know
+    what the loop knows: that the window is complete, and no other scaler is at work.
+    """
+    inner = optimizer.optimizer
+    inner.step()
+    inner.zero_grad()
 
 
 def unscale(model: nn.Module, factor: float) -> None:

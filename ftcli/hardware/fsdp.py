@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from . import loading
 from .ddp import backward as backward  # the same
 from .ddp import slots as slots
+from .ddp import step as step
 from .ddp import unscale
 from .state import NOTHING, Piece, live, trained
 
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from ..planning import Plan
     from ..recipe import Recipe
     from .ranks import Ranks
+
+
+PREFETCH = True  # ask for the next block's weights before this block computes
+KEEP_LAST = True  # the last block's weights stay whole between its forward and its backward pass
+SYNC_EACH = True  # sum gradients over ranks after every micro-batch
 
 
 def options() -> dict[str, Any]:
@@ -90,6 +97,28 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         _answer_none_once(model, "get_input_embeddings")
         _answer_none_once(model, "get_output_embeddings")
     return model
+
+
+def arrange(model: nn.Module) -> None:
+    """Settle when blocks gather their weights; moves no value.
+
+    PyTorch asks for a block's weights when the host has come to it. On the way forward a block now asks for the next
+    one's first, which counts where the host is what a step waits for; backward PyTorch does so itself. The last block
+    is the first to be needed again, so freeing it would only gather it twice; it stays through the loss.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for modules in model.modules():
+        blocks = [block for block in modules if isinstance(block, FSDPModule)] if _is_list(modules) else []
+        for block, following in pairwise(blocks):
+            if PREFETCH:
+                block.set_modules_to_forward_prefetch([following])
+        if blocks and KEEP_LAST:
+            blocks[-1].set_reshard_after_forward(False)
+
+
+def _is_list(modules: nn.Module) -> TypeGuard[nn.ModuleList]:
+    return isinstance(modules, torch.nn.ModuleList)
 
 
 def reads_once() -> bool:

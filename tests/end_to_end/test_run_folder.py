@@ -171,6 +171,7 @@ def test_a_run_leaves_exactly_these_files(train: Callable[..., Path], ftcli: Ftc
     assert environment["packages"]["torch"] and environment["packages"]["transformers"]
     assert {"git_commit", "device", "python", "command"} <= environment.keys()
     assert (environment["processes"], environment["launched"]) == (1, "directly")
+    assert 0 < environment["seconds_to_first_step"] < 600
     card = (run / "final" / "README.md").read_text()
     assert f"| loss | {evaluations[-1]['eval/loss']:.4f} |" in card
 

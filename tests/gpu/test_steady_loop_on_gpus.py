@@ -23,7 +23,12 @@ from ..multiprocess.cells import cell, write_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 STEPS, FIRST, LAST = 16, 4, 14  # listened to from after step FIRST until after step LAST
-LAYOUTS: dict[str, dict[str, Any]] = {"packed": {"packing": True}, "padding-free": {"padding_free": True}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "packed": {"packing": True},
+    "padding-free": {"padding_free": True},
+    "padded": {},
+    "padded, by a loader process": {"workers": 1},
+}
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -46,14 +51,14 @@ def listening(found: list[str]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def waits(folder: Path, changes: dict[str, Any], reads: bool) -> list[str]:
+def waits(folder: Path, changes: dict[str, Any], reads: bool, name: str = "sft-tied") -> list[str]:
     """Return where the loop waited for the device in its steady steps; `reads`: the caller looks at every loss."""
     from ftcli import linear_nll
     from ftcli.loop import steps
     from ftcli.run import prepare
 
     linear_nll.PIECE = 2**12  # logits in pieces, as large vocabularies have them
-    run = prepare(cell(folder, "sft-tied", train={"max_steps": STEPS}, **changes))
+    run = prepare(cell(folder, name, train={"max_steps": STEPS}, **changes))
     assert run.hardware.accelerator.device.type == "cuda"
     found: list[str] = []
     training = steps(run)
@@ -87,13 +92,38 @@ def test_no_step_on_one_gpu_waits_for_the_device(layout: str, inputs: Path) -> N
     assert found == []
 
 
+@pytest.mark.parametrize("name", ["text", "vit"])
+def test_no_step_of_a_classifier_waits_for_the_device(name: str, inputs: Path) -> None:
+    (found,) = run_on_processes(waits, inputs, {"precision": "bf16"}, False, name, processes=1, profile="single")
+    assert found == []
+
+
+def test_micro_batches_come_from_pinned_memory_beside_what_is_computed() -> None:
+    from ftcli.copies import Copies
+
+    device = torch.device("cuda", 0)
+    batches = [{"ids": torch.full((512, 4096), number), "count": number} for number in range(6)]
+    busy = torch.ones(4096, 4096, device=device)
+    sums: list[tuple[torch.Tensor, int]] = []
+    found: list[str] = []
+    with listening(found):
+        for batch in Copies(device).ahead(batches):
+            for _ in range(20):
+                busy = busy @ busy / 4096  # so that copies overtake what is computed, if they could
+            sums.append((batch["ids"].sum(), batch["count"]))
+            del batch
+    assert found == []
+    assert [(int(total), count) for total, count in sums] == [(512 * 4096 * number, number) for number in range(6)]
+
+
 def test_a_loss_that_is_read_in_every_step_is_heard(inputs: Path) -> None:
     (found,) = run_on_processes(waits, inputs, changed(inputs, "packed"), True, processes=1, profile="single")
     assert len(found) == LAST - FIRST and all("test_steady_loop_on_gpus.py" in place for place in found), found
 
 
 @TWO
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("profile", ["ddp", "fsdp"])
-def test_no_step_on_two_gpus_waits_for_the_device(profile: str, inputs: Path) -> None:
-    for found in run_on_processes(waits, inputs, changed(inputs, "packed"), False, processes=2, profile=profile):
+def test_no_step_on_two_gpus_waits_for_the_device(profile: str, layout: str, inputs: Path) -> None:
+    for found in run_on_processes(waits, inputs, changed(inputs, layout), False, processes=2, profile=profile):
         assert found == []

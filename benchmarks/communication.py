@@ -1,0 +1,144 @@
+"""What the settings of a profile's communication are worth: steps with each of them, in turns, in one launch.
+
+    python benchmarks/communication.py RECIPE --profile ddp --processes 4 [--steps 15] [--rounds 2] [--set KEY=VALUE]
+    python benchmarks/communication.py RECIPE --profile fsdp --processes 2 --cpu        # a rehearsal
+
+The settings are those that hardware/ddp.py, fsdp.py and deepspeed.py name, and the first of each list is what ships.
+Each is prepared anew, `rounds` times in turns. Prints a JSON line for each: milliseconds of a step (median, 95th
+percentile), the most memory on the device, and losses and gradient norms, which must agree but for rounding; `--facts
+FILE` gets the lines too. For DDP's share of one GPU's rate run `--profile single --processes 1` beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from ftcli.testing import run_on_cpu, run_on_processes
+
+WARM = 5
+ZERO = {"reduce_bucket_size": 200_000_000, "stage3_prefetch_bucket_size": 50_000_000}
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {  # profile -> what it is called -> names of its module
+    "single": {"as shipped": {}},
+    "ddp": {
+        "as shipped": {},
+        "buckets of 25 MB": {"BUCKET_MB": 25},
+        "buckets of 64 MB": {"BUCKET_MB": 64},
+        "buckets of 256 MB": {"BUCKET_MB": 256},
+    },
+    "fsdp": {
+        "as shipped": {},
+        "no forward prefetch": {"PREFETCH": False},
+        "last block freed": {"KEEP_LAST": False},
+        "neither": {"PREFETCH": False, "KEEP_LAST": False},
+        "one sum a window": {"SYNC_EACH": False},
+    },
+    "zero3": {
+        "as shipped": {},
+        "DeepSpeed's own": {"STAGE_3": {}},
+        "prefetch of 2e8": {"STAGE_3": ZERO | {"stage3_prefetch_bucket_size": 200_000_000}},
+        "all weights live": {"STAGE_3": ZERO | {"stage3_max_live_parameters": 4_000_000_000}},
+        "buckets of 5e7": {"STAGE_3": ZERO | {"reduce_bucket_size": 50_000_000}},
+    },
+}
+MODULES = {"single": "ddp", "ddp": "ddp", "fsdp": "fsdp", "zero3": "deepspeed"}
+
+
+def measure(recipe: str, profile: str, given: list[str], rounds: int, cpu: bool) -> list[dict[str, Any]]:
+    """Return what each setting showed on this rank."""
+    import importlib
+
+    module = importlib.import_module(f"ftcli.hardware.{MODULES[profile]}")
+    names = {name for values in SETTINGS[profile].values() for name in values}
+    shipped = {name: getattr(module, name) for name in names}
+    laps: dict[str, list[float]] = {name: [] for name in SETTINGS[profile]}
+    found: dict[str, dict[str, Any]] = {}
+    for _ in range(rounds):
+        for name, values in SETTINGS[profile].items():
+            for key, value in {**shipped, **values}.items():
+                setattr(module, key, value)
+            times, found[name] = _train(recipe, given, cpu)
+            laps[name] += times
+    return [
+        {
+            "piece": "communication",
+            "profile": profile,
+            "setting": name,
+            "recipe": recipe,
+            "step_ms_p50": 1000 * statistics.median(laps[name]),
+            "step_ms_p95": 1000 * sorted(laps[name])[int(0.95 * len(laps[name]))],
+            **found[name],
+        }
+        for name in SETTINGS[profile]
+    ]
+
+
+def _train(recipe: str, given: list[str], cpu: bool) -> tuple[list[float], dict[str, Any]]:
+    """Return seconds of each step but the first ones, and what the run showed.
+
+    Nothing is waited for but what the loop waits for: the step before, so that a step's time is that between two.
+    """
+    import torch
+
+    from ftcli.loop import steps
+    from ftcli.recipe_file import load_recipe
+    from ftcli.run import prepare
+
+    on_gpu = torch.cuda.is_available() and not cpu
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    run = prepare(load_recipe(recipe, given), cpu=cpu)
+    laps, losses, norms, last = [], [], [], 0.0
+    for step in steps(run):
+        now = time.perf_counter()
+        if step.number > WARM:
+            laps.append(now - last)
+        last = now
+        if step.number in (1, run.steps):
+            losses.append(step.loss)
+            norms.append(step.grad_norm)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    facts = {
+        "processes": run.plan.processes,
+        "accumulation": run.plan.accumulation,
+        "micro_size": run.plan.micro_size,
+        "peak_gib": peak,
+        "losses": losses,
+        "grad_norms": norms,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+    }
+    return laps, facts
+
+
+def main() -> None:
+    """Measure, print, and keep the facts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--profile", choices=SETTINGS, default="ddp")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--facts", type=Path)
+    parser.add_argument("--cpu", action="store_true")
+    given = parser.parse_args()
+    overrides = [f"train.max_steps={WARM + given.steps}", "evaluate.at_start=false", "data.eval=null"]
+    start = run_on_cpu if given.cpu else run_on_processes
+    values = (given.recipe, given.profile, [*overrides, *given.set], given.rounds, given.cpu)
+    for facts in start(measure, *values, processes=given.processes, profile=given.profile)[0]:
+        print(json.dumps(facts), flush=True)
+        if given.facts is not None:
+            with given.facts.open("a") as file:
+                file.write(f"{json.dumps(facts)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -150,6 +150,7 @@ def prepare(
     """
     import torch
 
+    from .activations import fit_activations
     from .checkpoint import check_disk
     from .evaluation import check_prompts, encode_prompts
     from .models import quiet_libraries
@@ -175,6 +176,7 @@ def prepare(
     model = _build_model(loaded, task, rows, weights)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
+    memory = fit_activations(model, loaded, plan, hardware, rows)
     model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
@@ -201,7 +203,7 @@ def prepare(
         prompts=prompts,
         first_step=first_step,
     )
-    run.facts += _facts_of(run)
+    run.facts += [*_facts_of(run), memory]
     torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
     check_disk(run)
     if start is not None:
@@ -259,11 +261,6 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
             weights=weights,
         )
     task.finish_model(model)
-    if recipe.model.gradient_checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            told = f"model.gradient_checkpointing: {recipe.model.name} does not support it"
-            raise InputError(told, hint="set it to false")
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return model.train()
 
 

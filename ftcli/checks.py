@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import EXIT_DONE, InputError, Problem
-from .planning import Plan, derive_plan, derive_shards
+from .planning import AUTO_SIZE, Plan, derive_plan, derive_shards
 
 if TYPE_CHECKING:
     from .data_survey import Survey
@@ -217,6 +217,8 @@ def _size_facts(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str
 
     facts: dict[str, Any] = {}
     notes: list[str] = []
+    if recipe.batch.micro_size == "auto":
+        facts["micro size"] = f"auto: tried on the GPUs when the run begins; {AUTO_SIZE} at most without one"
     if recipe.task in ("sft", "pretrain", "text_classification"):
         facts["tokens per step"] = f"at most {recipe.batch.global_size * recipe.data.max_length}"
     if recipe.data.packing and counts is not None and "documents" in counts:

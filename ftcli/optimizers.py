@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return AdamW over the trainable parameters, fused where they are on a GPU.
+    """Return AdamW over the trainable parameters, fused where they are on a GPU; adamw_bf16.py's for bf16_pure.
 
     Weight decay (decoupled: Loshchilov & Hutter 2019) applies to matrices only; biases and norms, which have fewer
     than two dimensions, are not decayed. Each group has `lr_factor`, which the schedule's rate is multiplied by: 1,
@@ -27,13 +27,17 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
             decay, factor = _settings(name, parameter, recipe)
             group = {"params": [], "weight_decay": decay, "lr": section.learning_rate * factor, "lr_factor": factor}
             groups.setdefault((decay, factor), group)["params"].append(parameter)
-    return torch.optim.AdamW(
-        list(groups.values()),
-        lr=section.learning_rate,
-        betas=(section.betas[0], section.betas[1]),
-        eps=section.eps,
-        fused=all(p.is_cuda for group in groups.values() for p in group["params"]),
-    )
+    options = {
+        "lr": section.learning_rate,
+        "betas": (section.betas[0], section.betas[1]),
+        "eps": section.eps,
+    }
+    if recipe.precision == "bf16_pure":
+        from .adamw_bf16 import AdamWBf16
+
+        return AdamWBf16(list(groups.values()), **options)
+    on_gpu = all(p.is_cuda for group in groups.values() for p in group["params"])
+    return torch.optim.AdamW(list(groups.values()), fused=on_gpu, **options)
 
 
 def _settings(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:

@@ -16,10 +16,11 @@ class Batch(Section):
     """How many rows one optimizer step sees. Gradient accumulation is derived, never written."""
 
     global_size: PositiveInt = Field(description="Rows per optimizer step over all processes and micro-batches.")
-    micro_size: PositiveInt = Field(
+    micro_size: PositiveInt | Literal["auto"] = Field(
         8,
-        description="Most rows that one forward pass of one process may hold; the plan takes the largest "
-        f"divisor that fits. {MACHINE_HINT}",
+        description="Most rows that one forward pass of one process may hold; the plan takes the largest divisor of a "
+        "process's share that is not above it. auto: the most that fit, found on the GPUs by trying the longest rows "
+        f"when the run begins, and kept in its folder; without a GPU 8. {MACHINE_HINT}",
     )
 
 

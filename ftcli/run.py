@@ -153,6 +153,7 @@ def prepare(
     from .activations import fit_activations
     from .checkpoint import check_disk
     from .evaluation import check_prompts, encode_prompts
+    from .micro_size import settle_micro_size
     from .models import quiet_libraries
     from .nonfinite import Flags
     from .optimizers import build_optimizer
@@ -163,6 +164,7 @@ def prepare(
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     loaded = _shortened(loaded) if dry_run else loaded
     start = None if resume is None else Path(resume)
+    loaded, size = settle_micro_size(loaded, output=output, cpu=cpu, weights=weights)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     derive_plan(loaded, world)  # what cannot be shared out is told before rows are prepared
     task = build_task(loaded)
@@ -203,7 +205,7 @@ def prepare(
         prompts=prompts,
         first_step=first_step,
     )
-    run.facts += [*_facts_of(run), memory]
+    run.facts += [*_facts_of(run), *size, memory]
     torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
     check_disk(run)
     if start is not None:

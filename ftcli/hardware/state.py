@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each element, beside one count of its updates
+KEPT = (*MOMENTS, "remainder")  # what any of our optimizers may: the lower bits of a bfloat16 weight
 NOTHING = slice(0, 0)
 
 
@@ -45,8 +46,8 @@ def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def live(weight: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return kind -> tensor of a weight and of as many moments as the optimizer has made for it."""
-    return {"weight": weight} | {kind: state[kind] for kind in MOMENTS if kind in state}
+    """Return kind -> tensor of a weight and of as much as the optimizer has made for it."""
+    return {"weight": weight} | {kind: state[kind] for kind in KEPT if kind in state}
 
 
 def make_missing(slots: list[Slot]) -> None:
@@ -54,7 +55,8 @@ def make_missing(slots: list[Slot]) -> None:
     for slot in slots:
         if slot.state:
             continue
-        slot.state.update({kind: torch.zeros_like(slot.tensor) for kind in MOMENTS})
+        kinds = slot.group.get("kinds") or dict.fromkeys(MOMENTS)  # kind -> dtype; None: that of the weight
+        slot.state.update({kind: torch.zeros_like(slot.tensor, dtype=dtype) for kind, dtype in kinds.items()})
         if slot.counts_plainly:
             slot.state["step"] = 0
             continue

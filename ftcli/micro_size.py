@@ -98,7 +98,15 @@ def try_out(recipe: Recipe, meter_of: Callable[[], Meter], *, cpu: bool) -> tupl
     """Return (the largest micro size that fits on every rank, one line that says so); nothing stays of the trial."""
     from .run import prepare
 
-    run = prepare(_with(recipe, 1), cpu=cpu)
+    found = _try_on(prepare(_with(recipe, 1), cpu=cpu), meter_of)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
+
+
+def _try_on(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, str]:
+    """Do what `try_out` says with a run, and let go of it."""
     ranks, share = run.hardware.ranks, run.plan.global_size // run.plan.processes
     run.hardware.start_from_update(run.model, run.optimizer, 0)  # its state takes room from the first step on
     meter = meter_of()
@@ -119,10 +127,7 @@ def try_out(recipe: Recipe, meter_of: Callable[[], Meter], *, cpu: bool) -> tupl
     with out_of_memory_told(run):
         size, seen = largest_that_fits([n for n in range(1, share + 1) if share % n == 0], measure, limit)
     peaks = ", ".join(f"{n}: {'too much' if peak is None else f'{peak / 1e9:.2f}'}" for n, peak in seen.items() if n)
-    del run, rows, measure
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    run.hardware.release(run.model)
     return size, f"batch.micro_size auto: {size} rows fit into {limit / 1e9:.2f} GB (GB by rows tried: {peaks})"
 
 

@@ -92,6 +92,10 @@ def settle(model: nn.Module) -> None:
     """Nothing to do before parameters are read."""
 
 
+def release(model: nn.Module) -> None:
+    """Nothing outlives a run that nobody holds."""
+
+
 def slots(model: nn.Module, optimizer: Any) -> list[Slot]:
     """Return what the optimizer steps: each parameter."""
     inner = optimizer.optimizer  # inside Accelerate's wrapper

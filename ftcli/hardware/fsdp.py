@@ -11,6 +11,7 @@ import torch
 
 from . import loading
 from .ddp import backward as backward  # the same
+from .ddp import release as release
 from .ddp import slots as slots
 from .ddp import unscale
 from .state import NOTHING, Piece, live, trained

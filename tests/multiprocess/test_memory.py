@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ftcli.testing import run_on_cpu
 
-from .cells import LORA, cell, write_inputs
+from .cells import LORA, cell, train_recipe, write_inputs
 
+pytestmark = pytest.mark.slow
 MODES: dict[str, dict[str, Any]] = {
     "none": {"gradient_checkpointing": "none"},
     "selective": {"gradient_checkpointing": "selective"},
@@ -44,23 +47,80 @@ def train_in_every_mode(folder: Path) -> dict[str, dict[str, Any]]:
                 "model": {"name": str(folder / "tied"), "dropout": 0.0} | keys,
                 "batch": {"global_size": 4, "micro_size": 1},
                 "train": {"max_steps": 2},
+                "precision": "bf16" if kind == "tied" else "fp32",
             }
-            run = prepare(
-                cell(folder, "sft-tied", **changed | changes | {"data": data | changes.get("data", {})}), cpu=True
-            )
+            data |= changes.get("data", {})
+            run = prepare(cell(folder, "sft-tied", **changed | changes | {"data": data}), cpu=True)
             rows = [(step.loss, step.grad_norm, step.samples) for step in steps(run)]
             found.setdefault(kind, {})[mode] = rows, run.facts[-1]
     return found
 
 
-@pytest.mark.parametrize(
-    "profile",
-    ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero3"))],
+class Line:
+    """A meter for which each row takes 10 bytes beside 20, when 1 and then 2 rows are tried."""
+
+    limit = 45
+
+    def __init__(self) -> None:
+        self.rows = -1  # 0 rows are measured first
+
+    def start(self) -> None:
+        self.rows += 1
+
+    def held(self) -> int:
+        return 20
+
+    def peak(self) -> int:
+        return 20 + 10 * self.rows
+
+
+def bytes_of_tensors() -> int:
+    """Return the bytes of all storages that Python knows of in this process."""
+    gc.collect()
+    seen = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided:
+            local = item.to_local() if hasattr(item, "to_local") else item
+            storage = local.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+def try_and_train(folder: Path) -> dict[str, Any]:
+    """Return what a trial found and left behind, and the curves of a run after it and of one after that."""
+    from ftcli.micro_size import try_out
+
+    before = bytes_of_tensors()
+    auto = cell(folder, "sft-tied", batch={"global_size": 12, "micro_size": "auto"})
+    size, told = try_out(auto, Line, cpu=True)
+    left = bytes_of_tensors() - before
+    curves = [train_recipe(cell(folder, "sft-tied"))["rows"] for _ in range(2)]
+    return {"size": size, "told": told, "left": left, "curves": curves}
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    return {"trial": try_and_train(folder), "modes": train_in_every_mode(folder)}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["ddp", "fsdp", "zero2", "zero3"],
 )
-def test_recomputation_and_the_host_leave_every_bit(profile: str, inputs: Path) -> None:
-    ranks = run_on_cpu(train_in_every_mode, inputs, processes=1 if profile == "single" else 2, profile=profile)
-    for found in ranks:
-        for kind, modes in found.items():
+def ranks(request: pytest.FixtureRequest, inputs: Path) -> list[dict[str, Any]]:
+    return run_on_cpu(everything, inputs, processes=2, profile=request.param)
+
+
+def test_recomputation_and_the_host_leave_every_bit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for kind, modes in rank["modes"].items():
             for mode, (rows, told) in modes.items():
                 assert rows == modes["none"][0], (kind, mode)
                 assert f"gradient_checkpointing {mode} (as the recipe says)" in told
+
+
+def test_a_trial_of_sizes_leaves_nothing_behind(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        trial = rank["trial"]
+        assert trial["size"] == 2 and trial["told"].startswith("batch.micro_size auto: 2 rows fit into")
+        assert trial["left"] < 50_000, "weights and moments of the model are 320 kB"
+        assert trial["curves"][0] == trial["curves"][1]

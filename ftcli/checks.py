@@ -48,6 +48,22 @@ def check_quantization(recipe: Recipe, *, cpu: bool) -> list[Problem]:
     return problems
 
 
+def check_optimizer(recipe: Recipe, *, cpu: bool) -> list[Problem]:
+    """Return why this machine cannot train with the recipe's optimizer."""
+    from .devices import count_gpus
+
+    if recipe.optimizer.name != "adamw_8bit":
+        return []
+    problems = []
+    if importlib.util.find_spec("bitsandbytes") is None:
+        hint = "pip install bitsandbytes (ftcli's extra `quantization`), or set it to adamw"
+        problems.append(Problem("optimizer.name: adamw_8bit needs bitsandbytes, which is not installed", hint=hint))
+    if cpu or not count_gpus():
+        hint = "train where there is a GPU; to rehearse here, --set optimizer.name=adamw"
+        problems.append(Problem("optimizer.name: adamw_8bit needs a GPU", hint=hint))
+    return problems
+
+
 def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     """Look at what the recipe reads on this machine; raises `InputError` for a model or data that is not there.
 
@@ -61,7 +77,8 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     from .tasks import find_task, is_own
     from .template_variables import check_recipe
 
-    if problems := [*adapter_problems(recipe.adapter), *check_quantization(recipe, cpu=cpu)]:
+    problems = [*adapter_problems(recipe.adapter), *check_quantization(recipe, cpu=cpu)]
+    if problems := problems + check_optimizer(recipe, cpu=cpu):
         raise InputError(problems)
     check_recipe(recipe)
     prompts_of(recipe.evaluate.generate)

@@ -168,6 +168,8 @@ def estimate(recipe: Recipe, sizes: Sizes, shares: Shares, *, rows: int, tokens:
 
 def optimizer_bytes(recipe: Recipe) -> int:
     """Return what the optimizer keeps of each trained element beside its weight and its gradient."""
+    if recipe.optimizer.name == "adamw_8bit":
+        return 2
     return 8  # two moments in float32; under bf16_pure one of them in bfloat16, and the remainder of the weight
 
 

@@ -139,6 +139,8 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
         problems.append(Problem(f"mixed_precision is {given}", where, hint))
     if recipe.model.quantization is not None:
         problems += _cannot_hold_4_bits(profile, where)
+    if recipe.optimizer.name == "adamw_8bit":
+        problems += _cannot_pack_moments(profile, where)
     if profile.distributed_type == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or choose the profile fsdp"
         problems.append(Problem("this profile needs DeepSpeed, which is not installed", where, hint))
@@ -157,6 +159,16 @@ def _cannot_hold_4_bits(profile: Profile, where: str) -> list[Problem]:
         return [Problem(f"{told}ZeRO flattens weights, and those in 4 bits lose their scales", where, hint)]
     if profile.values.get("fsdp_config", {}).get("fsdp_offload_params") is True:
         return [Problem(f"{told}their scales stay on the GPU when shards wait on the host", where, hint)]
+    return []
+
+
+def _cannot_pack_moments(profile: Profile, where: str) -> list[Problem]:
+    """Return why a profile cannot hold moments in 8 bits, whose blocks are those of a parameter on a GPU."""
+    told, hint = "optimizer.name: adamw_8bit cannot run on this profile: ", "choose single, ddp or fsdp, or adamw"
+    if profile.distributed_type == "DEEPSPEED":
+        return [Problem(f"{told}ZeRO steps flat partitions, whose blocks of 256 cross parameters", where, hint)]
+    if profile.values.get("fsdp_config", {}).get("fsdp_offload_params") is True:
+        return [Problem(f"{told}its kernels run on GPUs, and shards wait on the host", where, hint)]
     return []
 
 

@@ -1,7 +1,7 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
 A backend is a module with `options`, `configure`, `reads_once`, `fit`, `handing_out`, `unwrap`, `backward`, `clip`,
-`settle`, `full_parameter`, `release`, `slots` and `pieces`; `build` picks it. Precision is precision.py's on all of them.
+`settle`, `full_parameter`, `release`, `slots` and `pieces`; `build` picks it. Precision is precision.py's on all.
 """
 
 from __future__ import annotations

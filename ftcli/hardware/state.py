@@ -7,6 +7,7 @@ of this process that hold it. Saving copies out of them, loading copies into the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,24 @@ def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def live(weight: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
     """Return kind -> tensor of a weight and of as much as the optimizer has made for it."""
     return {"weight": weight} | {kind: state[kind] for kind in KEPT if kind in state}
+
+
+@contextmanager
+def opened(weight: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """Return a block with what `live` gives; moments of 8 bits are float32 copies, put back if they were changed."""
+    tensors = live(weight, state)
+    packed = [kind for kind, tensor in tensors.items() if tensor.dtype == torch.uint8]
+    if not packed:
+        yield tensors
+        return
+    from ..adamw_8bit import pack, unpack
+
+    copies = {kind: unpack(state, kind) for kind in packed}
+    before = {kind: copy._version for kind, copy in copies.items()}
+    yield tensors | copies
+    for kind, copy in copies.items():
+        if copy._version != before[kind]:
+            pack(state, kind, copy)
 
 
 def make_missing(slots: list[Slot]) -> None:

@@ -32,10 +32,13 @@ ATTENTION = ("attention", "attn", "flash")  # in the names of kernels: torch's, 
 LEAST_MOVED = 2**16  # bytes: less is not worth a copy to the host
 
 
-def fit_activations(model: nn.Module, recipe: Recipe, plan: Plan, hardware: Hardware, rows: PreparedRows) -> str:
-    """Let a model that is not prepared yet keep what the recipe says, or what fits; return the line that says so.
+def fit_activations(
+    model: nn.Module, recipe: Recipe, plan: Plan, hardware: Hardware, rows: PreparedRows
+) -> tuple[str, str]:
+    """Let a model that is not prepared yet keep what the recipe says, or what fits.
 
-    A collective: all ranks take the same way, that of the smallest device.
+    Returns (what is computed again, the line that says so). A collective: all ranks take the same way, that of the
+    smallest device.
     """
     shares = profile_of_process(os.environ).shares(plan.processes)
     sizes, tokens = _sizes(model), _longest(recipe, rows)
@@ -46,7 +49,7 @@ def fit_activations(model: nn.Module, recipe: Recipe, plan: Plan, hardware: Hard
     if recipe.model.activation_offloading:
         offload(model)
         told += "; activations wait on the host"
-    return told
+    return mode, told
 
 
 def _sizes(model: nn.Module) -> Sizes:

@@ -62,7 +62,8 @@ def _step(group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> None:
         (1 - beta2**count) ** -0.5,
         group["eps"],
     )
-    tensors = [here(tensor).view(-1) for tensor in (weight, weight.grad, *(state[kind] for kind in KINDS))]  # type: ignore[union-attr]
+    held: list[Any] = [weight, weight.grad, *(state[kind] for kind in KINDS)]
+    tensors = [here(tensor).view(-1) for tensor in held]
     if tensors[0].numel():
         fused = _compiled() if weight.is_cuda else update
         fused(*tensors, *(torch.tensor(number, dtype=torch.float32) for number in numbers))

@@ -182,7 +182,7 @@ def choose(
     model's layers can compute anything again. With `batch.micro_size: auto` the choice is made for one row: rows are
     added as long as they fit.
     """
-    wanted = recipe.model.gradient_checkpointing
+    wanted: str = recipe.model.gradient_checkpointing
     tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
     limit = math.inf if capacity is None else USABLE * capacity
@@ -195,7 +195,7 @@ def choose(
     elif not able:
         mode, why = "none", "auto: this model cannot compute its layers again"
     else:
-        mode = next((mode for mode in MODES if found[mode].total <= limit), "full")
+        mode = next((way for way in MODES if found[way].total <= limit), MODES[-1])
         why = "auto: no device to ask" if capacity is None else f"auto: {_why(mode, found, limit)}"
     told = str(found[mode]).replace(" a process", f"{room} a process", 1)
     held = f"{rows} row{'s' * (rows > 1)} of {tokens} tokens" if sizes.shape else "activations not known"

@@ -84,28 +84,33 @@ def settle_micro_size(
     if recipe.batch.micro_size != "auto":
         return recipe, []
     if cpu or not torch.cuda.is_available() or weights is not None:
-        return _with(recipe, AUTO_SIZE), [f"batch.micro_size auto: at most {AUTO_SIZE} rows, untried: no GPU trains"]
+        return settled(recipe, AUTO_SIZE), [f"batch.micro_size auto: at most {AUTO_SIZE} rows, untried: no GPU trains"]
     path, key = None if output is None else Path(output) / RECORD, _conditions(recipe)
     if path is not None and path.exists() and (known := json.loads(path.read_text(encoding="utf-8")))["for"] == key:
-        return _with(recipe, known["micro_size"]), [f"batch.micro_size auto: {known['micro_size']} rows, from {path}"]
-    size, told = try_out(recipe, DeviceMeter, cpu=cpu)
+        size, mode = known["micro_size"], known["gradient_checkpointing"]
+        return settled(recipe, size, mode), [f"batch.micro_size auto: {size} rows, as found before ({path.name})"]
+    size, mode, told = try_out(recipe, DeviceMeter, cpu=cpu)
     if output is not None and int(os.environ.get("RANK", "0")) == 0:
-        RunFolder(output).write_json(RECORD, {"micro_size": size, "found": told, "for": key})
-    return _with(recipe, size), [told]
+        found = {"micro_size": size, "gradient_checkpointing": mode, "found": told, "for": key}
+        RunFolder(output).write_json(RECORD, found)
+    return settled(recipe, size, mode), [told]
 
 
-def try_out(recipe: Recipe, meter_of: Callable[[], Meter], *, cpu: bool) -> tuple[int, str]:
-    """Return (the largest micro size that fits on every rank, one line that says so); nothing stays of the trial."""
+def try_out(recipe: Recipe, meter_of: Callable[[], Meter], *, cpu: bool) -> tuple[int, str, str]:
+    """Return (the most rows that fit on every rank, what was computed again for it, one line that says so).
+
+    Where `gradient_checkpointing` is auto it is what one row needs. Nothing stays of the trial.
+    """
     from .run import prepare
 
-    found = _try_on(prepare(_with(recipe, 1), cpu=cpu), meter_of)
+    found = _try_on(prepare(settled(recipe, 1), cpu=cpu), meter_of)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return found
 
 
-def _try_on(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, str]:
+def _try_on(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, str, str]:
     """Do what `try_out` says with a run, and let go of it."""
     ranks, share = run.hardware.ranks, run.plan.global_size // run.plan.processes
     run.hardware.start_from_update(run.model, run.optimizer, 0)  # its state takes room from the first step on
@@ -128,7 +133,8 @@ def _try_on(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, str]:
         size, seen = largest_that_fits([n for n in range(1, share + 1) if share % n == 0], measure, limit)
     peaks = ", ".join(f"{n}: {'too much' if peak is None else f'{peak / 1e9:.2f}'}" for n, peak in seen.items() if n)
     run.hardware.release(run.model)
-    return size, f"batch.micro_size auto: {size} rows fit into {limit / 1e9:.2f} GB (GB by rows tried: {peaks})"
+    told = f"batch.micro_size auto: {size} rows fit into {limit / 1e9:.2f} GB (GB by rows tried: {peaks})"
+    return size, run.recomputed, told
 
 
 def largest_that_fits(
@@ -198,12 +204,16 @@ def _stretched(document: dict[str, Any], length: int) -> dict[str, Any]:
     return document | {key: (value * (length // tokens + 1))[:length] for key, value in again.items()}
 
 
-def _with(recipe: Recipe, size: int) -> Recipe:
-    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": size})})
+def settled(recipe: Recipe, size: int, mode: str | None = None) -> Recipe:
+    """Return a recipe with a number of rows, and with what a trial computed again."""
+    batch = recipe.batch.model_copy(update={"micro_size": size})
+    model = recipe.model if mode is None else recipe.model.model_copy(update={"gradient_checkpointing": mode})
+    return recipe.model_copy(update={"batch": batch, "model": model})
 
 
 def _conditions(recipe: Recipe) -> str:
-    """Return a digest of all that decides how many rows fit."""
+    """Return a digest of all that decides how many rows fit; touches no device, of which none is chosen yet."""
+    device = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     parts = {
         "recipe": recipe.model_dump(
             mode="json",
@@ -211,7 +221,7 @@ def _conditions(recipe: Recipe) -> str:
         ),
         "profile": profile_of_process(os.environ).values,
         "world": os.environ.get("WORLD_SIZE", "1"),
-        "device": [torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]],
+        "device": [device.name, device.total_memory],
         "torch": torch.__version__,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
             group = {"params": [], "weight_decay": decay, "lr": section.learning_rate * factor, "lr_factor": factor}
             group |= {"kinds": KINDS} if is_packed else {}
             groups.setdefault((decay, factor, is_packed), group)["params"].append(parameter)
-    options = {
+    options: dict[str, Any] = {
         "lr": section.learning_rate,
         "betas": (section.betas[0], section.betas[1]),
         "eps": section.eps,

@@ -51,7 +51,8 @@ class Optimizer(Section):
     name: Literal["adamw", "adamw_8bit"] = Field(
         "adamw",
         description="adamw: AdamW, fused where the device has it. adamw_8bit: its moments in 8 bits (bitsandbytes, on "
-        "GPUs; profiles single, ddp and fsdp), 6 bytes less for each float32 weight; another curve, if a close one.",
+        "GPUs, under profiles that step whole parameters or their shards there), 6 bytes less for each float32 weight; "
+        "another curve, if a close one.",
     )
     learning_rate: float = Field(gt=0, le=10, description="Peak learning rate.")
     weight_decay: float = Field(

@@ -64,6 +64,7 @@ class Run:
     heart: Heartbeat = field(default_factory=Heartbeat)
     prompts: list[EncodedPrompt] = field(default_factory=list)  # to answer at each evaluation
     first_step: int = 0
+    recomputed: str = "none"  # by the backward pass: the mode that `gradient_checkpointing` came to
     is_measured: bool = True  # the checkpoint that the run goes on from holds the metrics of its step
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
 
@@ -164,6 +165,7 @@ def prepare(
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     loaded = _shortened(loaded) if dry_run else loaded
     start = None if resume is None else Path(resume)
+    asked = loaded
     loaded, size = settle_micro_size(loaded, output=output, cpu=cpu, weights=weights)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     derive_plan(loaded, world)  # what cannot be shared out is told before rows are prepared
@@ -178,7 +180,7 @@ def prepare(
     model = _build_model(loaded, task, rows, weights)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
-    memory = fit_activations(model, loaded, plan, hardware, rows)
+    recomputed, memory = fit_activations(model, loaded, plan, hardware, rows)
     model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
@@ -189,7 +191,7 @@ def prepare(
         train_loader = build_stream(loaded, plan, task, rows.facts, hardware.ranks, flags.excluded)
     flags.name_rows = row_names(loaded, rows, train_loader)
     run = Run(
-        recipe=loaded,
+        recipe=asked,
         plan=plan,
         task=task,
         hardware=hardware,
@@ -204,6 +206,7 @@ def prepare(
         folder=folder,
         prompts=prompts,
         first_step=first_step,
+        recomputed=recomputed,
     )
     run.facts += [*_facts_of(run), *size, memory]
     torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))

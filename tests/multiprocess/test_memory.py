@@ -92,7 +92,8 @@ def try_and_train(folder: Path) -> dict[str, Any]:
 
     before = bytes_of_tensors()
     auto = cell(folder, "sft-tied", batch={"global_size": 12, "micro_size": "auto"})
-    size, told = try_out(auto, Line, cpu=True)
+    size, mode, told = try_out(auto, Line, cpu=True)
+    assert mode == "none"
     left = bytes_of_tensors() - before
     curves = [train_recipe(cell(folder, "sft-tied"))["rows"] for _ in range(2)]
     return {"size": size, "told": told, "left": left, "curves": curves}

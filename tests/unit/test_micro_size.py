@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.micro_size import _stretched, largest_that_fits, settle_micro_size
+from ftcli.micro_size import _stretched, largest_that_fits, settle_micro_size, settled
 from ftcli.planning import derive_plan
 
 from .test_memory import recipe
@@ -52,10 +52,17 @@ def test_one_row_is_kept_even_above_the_limit() -> None:
 def test_without_a_gpu_and_for_finished_weights_the_number_is_a_stated_one(tmp_path: Path) -> None:
     auto = recipe(batch={"global_size": 24, "micro_size": "auto"})
     for cpu, weights in ((True, None), (False, tmp_path)):
-        settled, told = settle_micro_size(auto, output=tmp_path, cpu=cpu, weights=weights)
-        assert settled.batch.micro_size == 8 and "at most 8 rows, untried" in told[0]
-    assert settle_micro_size(settled, output=None, cpu=True, weights=None) == (settled, [])
+        found, told = settle_micro_size(auto, output=tmp_path, cpu=cpu, weights=weights)
+        assert found.batch.micro_size == 8 and "at most 8 rows, untried" in told[0]
+    assert settle_micro_size(found, output=None, cpu=True, weights=None) == (found, [])
     assert derive_plan(auto, 2).micro_size == 6 and list(tmp_path.iterdir()) == []
+
+
+def test_what_a_trial_computed_again_is_computed_again_in_the_run() -> None:
+    auto = recipe(batch={"global_size": 24, "micro_size": "auto"})
+    found = settled(auto, 3, "selective")
+    assert (found.batch.micro_size, found.model.gradient_checkpointing) == (3, "selective")
+    assert settled(auto, 3).model.gradient_checkpointing == "auto"
 
 
 def test_a_document_of_a_stream_is_made_as_long_as_any_may_be() -> None:

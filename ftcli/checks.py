@@ -7,7 +7,6 @@ a model.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import EXIT_DONE, InputError, Problem
-from .planning import Plan, derive_plan, derive_shards
+from .planning import AUTO_SIZE, Plan, derive_plan, derive_shards
 
 if TYPE_CHECKING:
     from .data_survey import Survey
+    from .profiles import Profile
     from .recipe import Recipe
 
 
@@ -48,6 +48,22 @@ def check_quantization(recipe: Recipe, *, cpu: bool) -> list[Problem]:
     return problems
 
 
+def check_optimizer(recipe: Recipe, *, cpu: bool) -> list[Problem]:
+    """Return why this machine cannot train with the recipe's optimizer."""
+    from .devices import count_gpus
+
+    if recipe.optimizer.name != "adamw_8bit":
+        return []
+    problems = []
+    if importlib.util.find_spec("bitsandbytes") is None:
+        hint = "pip install bitsandbytes (ftcli's extra `quantization`), or set it to adamw"
+        problems.append(Problem("optimizer.name: adamw_8bit needs bitsandbytes, which is not installed", hint=hint))
+    if cpu or not count_gpus():
+        hint = "train where there is a GPU; to rehearse here, --set optimizer.name=adamw"
+        problems.append(Problem("optimizer.name: adamw_8bit needs a GPU", hint=hint))
+    return problems
+
+
 def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     """Look at what the recipe reads on this machine; raises `InputError` for a model or data that is not there.
 
@@ -70,6 +86,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     if problems := [
         *adapter_problems(recipe.adapter),
         *check_quantization(recipe, cpu=cpu),
+        *check_optimizer(recipe, cpu=cpu),
         *check_float8(recipe, cpu=cpu),
     ]:
         raise InputError(problems)
@@ -221,7 +238,7 @@ def check(
     if loaded.data.streaming:
         told, warned = stream_facts(loaded, world)
         facts, notes = told | facts, warned + notes
-    facts = format_facts(loaded) | facts
+    facts = format_facts(loaded) | facts | _memory_fact(loaded, chosen, plan, cpu=cpu)
     notes += _exactness_notes(loaded)
     notes += [] if data else recipe_notes(loaded)  # else the rows' survey tells it
     notes += [
@@ -240,10 +257,13 @@ def _survey(recipe: Path, overrides: Sequence[str]) -> Survey:
 
 def _size_facts(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str, Any], list[str]]:
     """Return what is known of tokens per step and of the disk that `final/` needs."""
+    from .memory import stored_shapes
     from .rows import model_folder
 
     facts: dict[str, Any] = {}
     notes: list[str] = []
+    if recipe.batch.micro_size == "auto":
+        facts["micro size"] = f"auto: tried on the GPUs when the run begins; {AUTO_SIZE} at most without one"
     if recipe.task in ("sft", "pretrain", "text_classification"):
         facts["tokens per step"] = f"at most {recipe.batch.global_size * recipe.data.max_length}"
     if recipe.data.packing and counts is not None and "documents" in counts:
@@ -255,7 +275,7 @@ def _size_facts(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str
     if folder is None:
         notes.append(f"model {recipe.model.name} is a name on the hub: `ftcli fetch` brings it here")
     else:
-        weights = _float32_bytes(folder)
+        weights = 4 * sum(map(math.prod, stored_shapes(folder).values()))
         if recipe.adapter.type == "none":
             facts["disk for final/"] = f"about {weights / 1e6:.0f} MB"
         else:
@@ -264,14 +284,20 @@ def _size_facts(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str
     return facts, notes
 
 
-def _float32_bytes(folder: Path) -> int:
-    """Return the size in bytes of a folder's safetensors weights once held in float32, from their headers."""
-    total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(4 * math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total
+def _memory_fact(recipe: Recipe, profile: Profile | None, plan: Plan, *, cpu: bool) -> dict[str, str]:
+    """Return what a process of a local model will hold, and what it computes again to fit into this machine's GPUs."""
+    from .devices import gpu_memory
+    from .memory import choose, sizes_in
+    from .profiles import Shares
+    from .rows import model_folder
+
+    folder = model_folder(recipe.model.name)
+    if folder is None:
+        return {}
+    shares = Shares() if profile is None else profile.shares(plan.processes)
+    tokens, capacity = recipe.data.max_length, None if cpu else gpu_memory()
+    _, told = choose(recipe, sizes_in(folder, recipe), shares, plan, tokens=tokens, capacity=capacity)
+    return {"memory": told.removeprefix("memory ")}
 
 
 def _exactness_notes(recipe: Recipe) -> list[str]:

@@ -148,7 +148,7 @@ def _tokens(rows: Any, found: Measures, where: Any = slice(None)) -> dict[str, A
 
 def _of_epoch(prepared: Prepared, found: Measures) -> dict[str, Any]:
     """Return what one pass over the rows is on one process: steps, rows that are left over, padding, packing."""
-    from .planning import derive_batches
+    from .planning import derive_batches, rows_at_once
     from .row_statistics import padding_share
 
     recipe, bins, order = prepared.recipe, packed_bins(prepared.rows), first_epoch(prepared)
@@ -156,7 +156,7 @@ def _of_epoch(prepared: Prepared, found: Measures) -> dict[str, Any]:
     values: dict[str, Any] = {"steps": len(order), "left_over": units - int((order != PADDING).sum())}
     if not found.length.any():
         return values
-    micro, _ = derive_batches(recipe.batch.global_size, recipe.batch.micro_size, 1)
+    micro, _ = derive_batches(recipe.batch.global_size, rows_at_once(recipe), 1)
     alone = order[order != PADDING] if bins is None else epoch_order(len(found), recipe.seed, 0)
     values |= {"padding_share": round(padding_share(found.length[alone], micro), 4), "micro_size": micro}
     values["is_padded"] = bins is None and not getattr(recipe.data, "padding_free", False)

@@ -79,6 +79,16 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
+def gpu_memory() -> int | None:
+    """Return the memory in bytes of this machine's smallest GPU, without importing torch; None without one."""
+    program = shutil.which("nvidia-smi")
+    if program is None or not count_gpus():
+        return None
+    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # in MiB
+    listing = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return min((int(size) * 2**20 for size in listing if size.isdigit()), default=None)
+
+
 def count_cores() -> int:
     """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,26 +14,38 @@ if TYPE_CHECKING:
 def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     """Return AdamW over the trainable parameters, fused where they are on a GPU.
 
+    Under bf16_pure it is adamw_bf16.py's, and by the name adamw_8bit that of adamw_8bit.py.
     Weight decay (decoupled: Loshchilov & Hutter 2019) applies to matrices only; biases and norms, which have fewer
     than two dimensions, are not decayed. Each group has `lr_factor`, which the schedule's rate is multiplied by: 1,
     or for LoRA's B matrices adapter.loraplus_lr_ratio (LoRA+: Hayou et al. 2024).
     """
     import torch
 
+    from .adamw_8bit import KINDS, LEAST, AdamW8bit
+    from .hardware import full_shape
+
     section = recipe.optimizer
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decay, factor = _settings(name, parameter, recipe)
+            is_packed = section.name == "adamw_8bit" and full_shape(parameter).numel() >= LEAST
             group = {"params": [], "weight_decay": decay, "lr": section.learning_rate * factor, "lr_factor": factor}
-            groups.setdefault((decay, factor), group)["params"].append(parameter)
-    return torch.optim.AdamW(
-        list(groups.values()),
-        lr=section.learning_rate,
-        betas=(section.betas[0], section.betas[1]),
-        eps=section.eps,
-        fused=all(p.is_cuda for group in groups.values() for p in group["params"]),
-    )
+            group |= {"kinds": KINDS} if is_packed else {}
+            groups.setdefault((decay, factor, is_packed), group)["params"].append(parameter)
+    options: dict[str, Any] = {
+        "lr": section.learning_rate,
+        "betas": (section.betas[0], section.betas[1]),
+        "eps": section.eps,
+    }
+    if recipe.precision == "bf16_pure":
+        from .adamw_bf16 import AdamWBf16
+
+        return AdamWBf16(list(groups.values()), **options)
+    if section.name == "adamw_8bit":
+        return AdamW8bit(list(groups.values()), **options)
+    on_gpu = all(p.is_cuda for group in groups.values() for p in group["params"])
+    return torch.optim.AdamW(list(groups.values()), fused=on_gpu, **options)
 
 
 def _settings(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from .comparison import TOLERANCES, Comparison, Curve, Tolerance, compare
 from .curves import draw_curves
 from .devices import check_devices, count_processes
 from .errors import EXIT_DONE, EXIT_FAILED, InputError, Problem
-from .planning import derive_batches, derive_plan
+from .planning import derive_batches, derive_plan, rows_at_once
 from .run_folder import RunFolder
 from .supervision import LaunchError, say
 
@@ -210,7 +210,7 @@ def combinations(
         wanted = () if profile.distributed_type == "NO" else num_processes
         for world in [count_processes(profile, count, cpu=cpu) for count in wanted or (None,)]:
             problems += check_devices(profile, world, cpu=cpu)
-            for size in micro_sizes or (recipe.batch.micro_size,):
+            for size in micro_sizes or (rows_at_once(recipe),):
                 batch = recipe.batch.model_copy(update={"micro_size": size})
                 plan = derive_plan(recipe.model_copy(update={"batch": batch}), world)
                 planned.append(Combination(profile, world, size, plan.micro_size))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .recipe import Recipe, Train
 
 
+AUTO_SIZE = 8  # rows that `batch.micro_size: auto` stands for where nothing can be tried
+
+
 @dataclass(frozen=True)
 class Plan:
     """One recipe on one world. Sizes are in rows; `steps` counts optimizer steps; None: rows not known yet."""
@@ -46,6 +49,12 @@ def derive_batches(global_size: int, micro_size: int, processes: int) -> tuple[i
     share = global_size // processes
     micro = max(size for size in range(1, min(micro_size, share) + 1) if share % size == 0)
     return micro, share // micro
+
+
+def rows_at_once(recipe: Recipe) -> int:
+    """Return the most rows of one forward pass; under `auto` what is taken where nothing is tried."""
+    size = recipe.batch.micro_size
+    return AUTO_SIZE if isinstance(size, str) else size
 
 
 def derive_shards(copies: int, shards: int, processes: int) -> int:
@@ -90,7 +99,7 @@ def derive_steps(
 
 def derive_plan(recipe: Recipe, processes: int, rows: int | None = None) -> Plan:
     """Return the plan of `recipe` on `processes` processes; `rows` is the number of training rows, if known."""
-    micro, accumulation = derive_batches(recipe.batch.global_size, recipe.batch.micro_size, processes)
+    micro, accumulation = derive_batches(recipe.batch.global_size, rows_at_once(recipe), processes)
     drop_last = recipe.data.drop_last
     per_epoch, steps = derive_steps(recipe.train, rows, recipe.batch.global_size, drop_last=drop_last)
     warmup = recipe.schedule.warmup_steps

@@ -21,6 +21,7 @@ import yaml
 
 from .documents import Document, Keys, by_place, dump_document, read_document
 from .errors import InputError, Problem
+from .planning import derive_shards
 from .profile_keys import EXPORTED_ANYWAY, REFUSED, SECTIONS
 from .profile_rules import ENVIRONMENT, SECTION_OF, profile_problems
 from .shipped import find_file, shipped_files
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
 KIND = "accelerate_configs"
 SKIPPING_DEEPSPEED = (0, 19, 8)  # seen to leave out steps that are not finite, in every precision and under offload
 PROFILE_PRECISION = {"bf16": "bf16", "fp16": "fp16"}  # recipe's word -> Accelerate's for the same; others are its "no"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Over how many processes a profile cuts what there is one of; 0: it waits on the host."""
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    has_masters: bool = False  # the optimizer keeps weights of its own beside those of the model
 
 
 @dataclass(frozen=True)
@@ -69,11 +80,32 @@ class Profile:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether DeepSpeed keeps the optimizer's state on the host."""
+        return self._zero()[1] != "none"
+
+    def _zero(self) -> tuple[int, str, str]:
+        """Return (stage, device of the optimizer, device of the weights) of a DeepSpeed profile."""
         section = self.values.get("deepspeed_config") or {}
         if (file := section.get("deepspeed_config_file")) is not None:
             zero = read_document(file).values.get("zero_optimization") or {}
-            return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-        return (section.get("offload_optimizer_device") or "none") != "none"
+            devices = ((zero.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param"))
+            return int(zero.get("stage") or 0), *devices
+        devices = (section.get(f"offload_{name}_device") or "none" for name in ("optimizer", "param"))
+        return int(section.get("zero_stage") or 0), *devices
+
+    def shares(self, processes: int) -> Shares:
+        """Return how weights, gradients and optimizer state are cut on that many processes."""
+        if self.distributed_type == "FSDP":
+            section, parts = self.values.get("fsdp_config") or {}, derive_shards(*self.mesh, processes)
+            if section.get("fsdp_offload_params") is True:
+                return Shares(0, 0, 0)
+            whole = section.get("fsdp_reshard_after_forward") is False
+            return Shares(1 if whole else parts, parts, parts)
+        if self.distributed_type != "DEEPSPEED":
+            return Shares()
+        stage, optimizer, weights = self._zero()
+        parts = processes if optimizer == "none" else 0
+        cut_weights = 1 if stage < 3 else processes if weights == "none" else 0
+        return Shares(cut_weights, parts if stage >= 2 else 1, parts if stage >= 1 else 1, has_masters=True)
 
     def as_yaml(self) -> str:
         """Return the profile as the run folder keeps it: a file that `load_profile` takes."""
@@ -107,6 +139,8 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
         problems.append(Problem(f"mixed_precision is {given}", where, hint))
     if recipe.model.quantization is not None:
         problems += _cannot_hold_4_bits(profile, where)
+    if recipe.optimizer.name == "adamw_8bit":
+        problems += _cannot_pack_moments(profile, where)
     if profile.distributed_type == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or choose the profile fsdp"
         problems.append(Problem("this profile needs DeepSpeed, which is not installed", where, hint))
@@ -128,6 +162,16 @@ def _cannot_hold_4_bits(profile: Profile, where: str) -> list[Problem]:
         return [Problem(f"{told}ZeRO flattens weights, and those in 4 bits lose their scales", where, hint)]
     if profile.values.get("fsdp_config", {}).get("fsdp_offload_params") is True:
         return [Problem(f"{told}their scales stay on the GPU when shards wait on the host", where, hint)]
+    return []
+
+
+def _cannot_pack_moments(profile: Profile, where: str) -> list[Problem]:
+    """Return why a profile cannot hold moments in 8 bits, whose blocks are those of a parameter on a GPU."""
+    told, hint = "optimizer.name: adamw_8bit cannot run on this profile: ", "choose single, ddp or fsdp, or adamw"
+    if profile.distributed_type == "DEEPSPEED":
+        return [Problem(f"{told}ZeRO steps flat partitions, whose blocks of 256 cross parameters", where, hint)]
+    if profile.values.get("fsdp_config", {}).get("fsdp_offload_params") is True:
+        return [Problem(f"{told}its kernels run on GPUs, and shards wait on the host", where, hint)]
     return []
 
 
@@ -178,6 +222,11 @@ def profile_from_environment(environ: Mapping[str, str]) -> Profile:
     if problems := [*profile_problems(document)]:
         raise InputError(problems)
     return Profile(ENVIRONMENT, None, values, source=ENVIRONMENT)
+
+
+def profile_of_process(environ: Mapping[str, str]) -> Profile:
+    """Return the profile that a training process runs under: our launcher's by name, else what its environment says."""
+    return load_profile(environ["FTCLI_PROFILE"]) if "FTCLI_PROFILE" in environ else profile_from_environment(environ)
 
 
 def user_default(environ: Mapping[str, str]) -> Path | None:

@@ -64,9 +64,10 @@ class Recipe(Section):
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure", "fp8"] = Field(
         "fp32",
         description="Dtype of the forward and backward pass; weights, optimizer and gradient sums stay float32, but "
-        "bf16_pure holds them in bfloat16 too (a quarter of the memory, and small updates are lost). fp16 scales the "
-        "loss and skips steps whose gradient overflows. fp8 is bf16 with the products of linear layers in 8-bit floats "
-        "(torchao; GPUs from compute capability 8.9; fast with model.torch_compile).",
+        "bf16_pure holds weights, gradients and one moment in bfloat16, with the lower bits of each weight beside it, "
+        "so that no update is lost (12 bytes an element, not 16). fp16 scales the loss and skips steps whose gradient "
+        "overflows. fp8 is bf16 with the products of linear layers in 8-bit floats (torchao; GPUs from compute "
+        "capability 8.9; fast with model.torch_compile).",
     )
     output: str | None = Field(None, description="Run folder; absent: runs/<file name of the recipe>.")
     model: Model = Field(description="Which weights are trained, and how they are built.")
@@ -117,6 +118,14 @@ class Recipe(Section):
         if self.model.quantization is not None and self.adapter.type == "none":
             raise ValueError(
                 "model.quantization holds weights in 4 bits, which cannot be trained: set adapter.type: lora"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_save_on_moments(self) -> Recipe:
+        if self.optimizer.name == "adamw_8bit" and self.precision == "bf16_pure":
+            raise ValueError(
+                "optimizer.name: adamw_8bit steps float32 weights: set precision to bf16, or name to adamw"
             )
         return self
 

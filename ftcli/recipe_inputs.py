@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, JsonValue, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from .recipe_section import MACHINE_HINT, PositiveInt, Section
+
+
+def _mode_of(value: Any) -> Any:
+    """Return what transformers' own switch means, which recipes of earlier runs have too; other values as they are."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class Quantization(Section):
@@ -76,9 +81,17 @@ class Model(Section):
         description="Compile every layer by itself (torch.compile): fewer passes over memory, for minutes before the "
         f"first steps are done. Evaluation is not compiled. {MACHINE_HINT}",
     )
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: Annotated[Literal["auto", "none", "selective", "full"], BeforeValidator(_mode_of)] = Field(
+        "auto",
+        description="What the backward pass computes again instead of keeping it: less memory, more time. none: "
+        "nothing. selective: all but products of matrices and attention. full: each layer, from its input. auto: the "
+        "first of these that an estimate finds room for on the device; the log and `ftcli check` say which, and why. "
+        f"true and false are full and none. {MACHINE_HINT}",
+    )
+    activation_offloading: bool = Field(
         False,
-        description=f"Recompute activations in the backward pass: less memory, more time. {MACHINE_HINT}",
+        description="What the forward pass keeps waits in pinned host memory for the backward pass; with "
+        f"gradient_checkpointing full (which auto then is) that is the inputs of layers only. {MACHINE_HINT}",
     )
 
 

@@ -16,10 +16,11 @@ class Batch(Section):
     """How many rows one optimizer step sees. Gradient accumulation is derived, never written."""
 
     global_size: PositiveInt = Field(description="Rows per optimizer step over all processes and micro-batches.")
-    micro_size: PositiveInt = Field(
+    micro_size: PositiveInt | Literal["auto"] = Field(
         8,
-        description="Most rows that one forward pass of one process may hold; the plan takes the largest "
-        f"divisor that fits. {MACHINE_HINT}",
+        description="Most rows that one forward pass of one process may hold; the plan takes the largest divisor of a "
+        "process's share that is not above it. auto: the most that fit, found on the GPUs by trying the longest rows "
+        f"when the run begins, and kept in its folder; without a GPU 8. {MACHINE_HINT}",
     )
 
 
@@ -47,7 +48,12 @@ class Train(Section):
 class Optimizer(Section):
     """How weights follow gradients."""
 
-    name: Literal["adamw"] = Field("adamw", description="AdamW, fused where the device has it.")
+    name: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw",
+        description="adamw: AdamW, fused where the device has it. adamw_8bit: its moments in 8 bits (bitsandbytes, on "
+        "GPUs, under profiles that step whole parameters or their shards there), 6 bytes less for each float32 weight; "
+        "another curve, if a close one.",
+    )
     learning_rate: float = Field(gt=0, le=10, description="Peak learning rate.")
     weight_decay: float = Field(
         0.0,

@@ -66,6 +66,7 @@ class Run:
     heart: Heartbeat = field(default_factory=Heartbeat)
     prompts: list[EncodedPrompt] = field(default_factory=list)  # to answer at each evaluation
     first_step: int = 0
+    recomputed: str = "none"  # by the backward pass: the mode that `gradient_checkpointing` came to
     is_measured: bool = True  # the checkpoint that the run goes on from holds the metrics of its step
     began: float = field(default_factory=time.perf_counter)  # when this launch did
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
@@ -149,10 +150,12 @@ def prepare(
     """
     import torch
 
+    from .activations import fit_activations
     from .checkpoint import check_disk
     from .evaluation import check_prompts, encode_prompts
     from .float8 import check_float8_device
     from .kernels import use_kernels
+    from .micro_size import settle_micro_size
     from .models import quiet_libraries
     from .nonfinite import Flags
     from .optimizers import build_optimizer
@@ -164,6 +167,8 @@ def prepare(
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     loaded = _shortened(loaded) if dry_run else loaded
     start = None if resume is None else Path(resume)
+    asked = loaded
+    loaded, size = settle_micro_size(loaded, output=output, cpu=cpu, weights=weights)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     derive_plan(loaded, world)  # what cannot be shared out is told before rows are prepared
     task = build_task(loaded)
@@ -181,6 +186,7 @@ def prepare(
     kernels = use_kernels(model, loaded, hardware)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
+    recomputed, memory = fit_activations(model, loaded, plan, hardware, rows)
     model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
@@ -192,7 +198,7 @@ def prepare(
         train_loader = build_stream(loaded, plan, task, rows.facts, hardware.ranks, flags.excluded)
     flags.name_rows = row_names(loaded, rows, train_loader)
     run = Run(
-        recipe=loaded,
+        recipe=asked,
         plan=plan,
         task=task,
         hardware=hardware,
@@ -208,8 +214,9 @@ def prepare(
         prompts=prompts,
         first_step=first_step,
         began=began,
+        recomputed=recomputed,
     )
-    run.facts += _facts_of(run)
+    run.facts += [*_facts_of(run), *size, memory]
     torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))
     check_disk(run)
     if start is not None:
@@ -278,11 +285,6 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
         )
     task.finish_model(model)
     listen()
-    if recipe.model.gradient_checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            told = f"model.gradient_checkpointing: {recipe.model.name} does not support it"
-            raise InputError(told, hint="set it to false")
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return model.train()
 
 

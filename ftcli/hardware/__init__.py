@@ -1,7 +1,8 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
 A backend is a module with `options`, `configure`, `reads_once`, `fit`, `handing_out`, `unwrap`, `backward`, `clip`,
-`step`, `settle`, `full_parameter`, `slots` and `pieces`; `build` picks it. Precision is precision.py's on all of them.
+`step`, `settle`, `full_parameter`, `release`, `slots` and `pieces`; `build` picks it. Precision is precision.py's on
+all of them.
 """
 
 from __future__ import annotations
@@ -197,6 +198,10 @@ class Hardware:
     def check_dtypes(self, model: nn.Module, recipe: Recipe) -> str:
         """Return the dtype policy as one line of text; raises when the prepared model does not follow it."""
         return precision.check(self.unwrap(model), recipe)
+
+    def release(self, model: nn.Module) -> None:
+        """Let go of the memory of a run that is thrown away, as soon as nobody holds it; others may follow."""
+        self.backend.release(model)
 
     def close(self) -> None:
         """Leave the process group in good order."""

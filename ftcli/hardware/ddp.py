@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .state import Piece, Slot, live, trained
+from .state import Piece, Slot, opened, trained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -114,6 +114,10 @@ def settle(model: nn.Module) -> None:
     """Nothing to do before parameters are read."""
 
 
+def release(model: nn.Module) -> None:
+    """Nothing outlives a run that nobody holds."""
+
+
 def slots(model: nn.Module, optimizer: Any) -> list[Slot]:
     """Return what the optimizer steps: each parameter."""
     inner = optimizer.optimizer  # inside Accelerate's wrapper
@@ -129,5 +133,6 @@ def pieces(model: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Piece]:
     for name, parameter in inner:
         size = parameter.numel()
         kept = slice(min(max(first - before, 0), size), min(max(last - before, 0), size))
-        yield Piece(name, 0, live(parameter, optimizer.optimizer.state[parameter]), kept)
+        with opened(parameter, optimizer.optimizer.state[parameter]) as tensors:
+            yield Piece(name, 0, tensors, kept)
         before += size

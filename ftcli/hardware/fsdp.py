@@ -12,10 +12,11 @@ import torch
 
 from . import loading
 from .ddp import backward as backward  # the same
+from .ddp import release as release
 from .ddp import slots as slots
 from .ddp import step as step
 from .ddp import unscale
-from .state import NOTHING, Piece, live, trained
+from .state import NOTHING, Piece, opened, trained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -218,6 +219,7 @@ def pieces(model: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Piece]:
             raise RuntimeError(f"{name} is sharded as {placements}, not by its first dimension")
         rows, rest = parameter.shape[0], parameter.shape[1:].numel()
         start = min(mesh.get_local_rank(-1) * -(-rows // mesh.size(-1)), rows) * rest  # as torch.chunk cuts
-        local = {k: v.to_local() for k, v in live(parameter, optimizer.optimizer.state[parameter]).items()}  # type: ignore[attr-defined]
         is_first_copy = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
-        yield Piece(name, start, local, slice(0, local["weight"].numel()) if is_first_copy else NOTHING)
+        with opened(parameter, optimizer.optimizer.state[parameter]) as tensors:
+            local = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in tensors.items()}
+            yield Piece(name, start, local, slice(0, local["weight"].numel()) if is_first_copy else NOTHING)

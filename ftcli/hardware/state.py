@@ -7,6 +7,7 @@ of this process that hold it. Saving copies out of them, loading copies into the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each element, beside one count of its updates
+KEPT = (*MOMENTS, "remainder")  # what any of our optimizers may: the lower bits of a bfloat16 weight
 NOTHING = slice(0, 0)
 
 
@@ -45,8 +47,26 @@ def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def live(weight: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return kind -> tensor of a weight and of as many moments as the optimizer has made for it."""
-    return {"weight": weight} | {kind: state[kind] for kind in MOMENTS if kind in state}
+    """Return kind -> tensor of a weight and of as much as the optimizer has made for it."""
+    return {"weight": weight} | {kind: state[kind] for kind in KEPT if kind in state}
+
+
+@contextmanager
+def opened(weight: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """Return a block with what `live` gives; moments of 8 bits are float32 copies, put back if they were changed."""
+    tensors = live(weight, state)
+    packed = [kind for kind, tensor in tensors.items() if tensor.dtype == torch.uint8]
+    if not packed:
+        yield tensors
+        return
+    from ..adamw_8bit import pack, unpack
+
+    copies = {kind: unpack(state, kind) for kind in packed}
+    before = {kind: copy._version for kind, copy in copies.items()}
+    yield tensors | copies
+    for kind, copy in copies.items():
+        if copy._version != before[kind]:
+            pack(state, kind, copy)
 
 
 def make_missing(slots: list[Slot]) -> None:
@@ -54,7 +74,8 @@ def make_missing(slots: list[Slot]) -> None:
     for slot in slots:
         if slot.state:
             continue
-        slot.state.update({kind: torch.zeros_like(slot.tensor) for kind in MOMENTS})
+        kinds = slot.group.get("kinds") or dict.fromkeys(MOMENTS)  # kind -> dtype; None: that of the weight
+        slot.state.update({kind: torch.zeros_like(slot.tensor, dtype=dtype) for kind, dtype in kinds.items()})
         if slot.counts_plainly:
             slot.state["step"] = 0
             continue

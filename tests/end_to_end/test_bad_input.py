@@ -155,7 +155,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "checkpointing that is not there": (
         IMAGE | {"model": {"name": "mobilenet", "gradient_checkpointing": True}},
-        ("model.gradient_checkpointing", "set it to false"),
+        ("model.gradient_checkpointing", "set it to none"),
     ),
     "no such modules": ({"adapter": {"type": "lora", "target_modules": ["nope"]}}, ("adapter.target_modules", "nope")),
     "a tracker that is not installed": ({"log": {"trackers": ["mlflow"]}}, ("mlflow is not installed", "pip install")),

@@ -1,0 +1,56 @@
+"""AdamW on bfloat16 weights: no update is lost, and nothing depends on how tensors are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ftcli.adamw_bf16 import AdamWBf16, join, split, update
+
+STEPS = 200
+
+
+def test_a_weight_and_its_remainder_are_a_float32_to_the_last_bit() -> None:
+    values = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 4000)
+    values = torch.cat([values, torch.tensor([0.0, -0.0, 1.0, 1.00390625, -1.00390625, 3e38])])
+    upper, lower = split(values)
+    assert torch.equal(join(upper, lower).view(torch.int32), values.view(torch.int32))
+    half = (upper.float() - values).abs() <= (values.abs() * 2**-8)
+    assert half.all()
+
+
+def walk(start: Tensor, kind: str, rate: float) -> Tensor:
+    """Return how far a weight gets, `[64, 64]` float32."""
+    weight = torch.nn.Parameter(start.clone() if kind == "float32" else start.bfloat16())
+    make = AdamWBf16 if kind == "ours" else torch.optim.AdamW
+    optimizer = make([{"params": [weight]}], lr=rate, weight_decay=0.1)
+    draw = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        gradient = torch.randn(64, 64, generator=draw) + 0.3
+        weight.grad = (gradient * (1 if step < STEPS / 2 else 0.2)).to(weight.dtype)
+        optimizer.step()
+    end = weight.detach()
+    return (join(end, optimizer.state[weight]["remainder"]) if kind == "ours" else end.float()) - start
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-3])
+def test_plain_adamw_stands_still_in_bfloat16_and_ours_goes_where_float32_goes(rate: float) -> None:
+    start = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    wanted, plain, ours = (walk(start, kind, rate) for kind in ("float32", "plain", "ours"))
+    assert (ours - wanted).norm() < 5e-3 * wanted.norm()
+    assert (plain - wanted).norm() > 0.9 * wanted.norm()
+    if rate == 1e-6:
+        assert not plain.any()
+
+
+def test_cutting_a_weight_changes_no_bit() -> None:
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(10, generator=draw).bfloat16() for _ in range(3)]
+    whole += [torch.rand(10, generator=draw), torch.randint(-99, 99, (10,), generator=draw).to(torch.int16)]
+    cut = [tensor.clone() for tensor in whole]
+    numbers = [torch.tensor(value) for value in (0.999, 1e-3, 0.1, 0.999, 0.001, 31.6, 1e-8)]
+    update(*whole, *numbers)
+    for part in (slice(0, 3), slice(3, 10)):
+        update(*(tensor[part] for tensor in cut), *numbers)
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))

@@ -1,0 +1,136 @@
+"""The estimate of memory by hand, what it chooses, and that it is near what a step really holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.memory import MODES, Estimate, Shape, Sizes, choose, estimate, sizes_in
+from ftcli.planning import derive_plan
+from ftcli.profiles import Shares, load_profile, profile_from_environment
+from ftcli.recipe import Recipe
+from ftcli.testing import profile_environment, save_tiny_causal
+
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+
+
+def recipe(**changes: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "task": "sft",
+        "model": {"name": "m"},
+        "data": {"train": "x.jsonl", "max_length": 16},
+        "batch": {"global_size": 8, "micro_size": 4},
+        "train": {"max_steps": 1},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return Recipe.model_validate(values | changes)
+
+
+def test_a_shape_is_read_from_the_names_of_several_architectures() -> None:
+    llama = Shape(layers=2, hidden=8, inner=20, attention=8, keys=4, heads=4, vocabulary=100, patches=None)
+    assert Shape.of(LLAMA) == Shape.of({"text_config": LLAMA}) == llama
+    wide = Shape.of(LLAMA | {"head_dim": 4})
+    assert wide is not None and (wide.attention, wide.keys) == (16, 8)
+    gpt2 = Shape.of({"n_layer": 2, "n_embd": 8, "n_head": 2, "n_inner": None, "vocab_size": 9})
+    assert gpt2 is not None and (gpt2.inner, gpt2.keys) == (32, 8)
+    experts = Shape.of(LLAMA | {"num_experts_per_tok": 3, "moe_intermediate_size": 5})
+    assert experts is not None and experts.inner == 15
+    vit = Shape.of({k: v for k, v in LLAMA.items() if "vocab" not in k} | {"image_size": 16, "patch_size": 8})
+    assert vit is not None and (vit.patches, vit.vocabulary) == (5, 0)
+    assert Shape.of({"image_size": 32, "hidden_sizes": [8]}) is None
+
+
+def test_what_a_layer_keeps_of_a_token_by_hand() -> None:
+    shape = Shape.of(LLAMA)
+    assert shape is not None
+    attention = 2 * 8 + 2 * 4  # q, its result; k, v
+    assert shape.kept("fp32", "full") == 4 * 8 and shape.kept("bf16_pure", "full") == 2 * 8
+    assert shape.kept("bf16", "selective") == 4 * 8 + 2 * attention + 4 * 4 + 2 * (2 * 8 + 2 * 20)
+    assert shape.kept("bf16", "none") == 26 * 8 + 2 * attention + 4 * 4 + 2 * 4 * 20
+
+
+def test_what_a_process_holds_by_hand() -> None:
+    sizes = Sizes(1000, 500, None)
+    assert estimate(recipe(), sizes, Shares(), rows=1, tokens=1, mode="none").parts == {
+        "weights": 4500,
+        "gradients": 4000,
+        "optimizer": 8000,
+        "copies of weights": 0,
+    }
+    cut = estimate(recipe(precision="bf16"), sizes, Shares(2, 4, 4, has_masters=True), rows=1, tokens=1, mode="none")
+    assert cut.parts == {"weights": 2250, "gradients": 1000, "optimizer": 3000, "copies of weights": 2000}
+    pure = estimate(recipe(precision="bf16_pure"), sizes, Shares(), rows=1, tokens=1, mode="none")
+    assert pure.total == 500 + 12 * 1000, "12 bytes an element, as adamw_bf16.py says"
+    assert estimate(recipe(), sizes, Shares(0, 0, 0), rows=1, tokens=1, mode="none").total == 0
+
+
+def test_auto_takes_the_first_way_that_fits_and_says_why() -> None:
+    wanted = recipe()
+    sizes = Sizes(100, 0, Shape.of(LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}))
+    plan = derive_plan(wanted, 1)
+    totals = {mode: estimate(wanted, sizes, Shares(), rows=4, tokens=16, mode=mode).total for mode in MODES}
+    assert totals["none"] > totals["selective"] > totals["full"]
+    for mode, total in totals.items():
+        chosen, told = choose(wanted, sizes, Shares(), plan, tokens=16, capacity=int(total / 0.9) + 1)
+        assert chosen == mode and f"gradient_checkpointing {mode} (auto: " in told and "4 rows of 16 tokens" in told
+    chosen, told = choose(wanted, sizes, Shares(), plan, tokens=16, capacity=1000)
+    assert chosen == "full" and "even that may not fit" in told
+    assert choose(wanted, sizes, Shares(), plan, tokens=16, capacity=None)[0] == "none"
+    assert choose(wanted, sizes, Shares(), plan, tokens=16, capacity=1000, able=False)[0] == "none"
+    explicit = recipe(model={"name": "m", "gradient_checkpointing": "selective"})
+    assert choose(explicit, sizes, Shares(), plan, tokens=16, capacity=1000)[0] == "selective"
+    hosted = recipe(model={"name": "m", "activation_offloading": True})
+    assert choose(hosted, sizes, Shares(), plan, tokens=16, capacity=10**12)[0] == "full"
+    auto = recipe(batch={"global_size": 8, "micro_size": "auto"})
+    assert "1 row of 16 tokens" in choose(auto, sizes, Shares(), plan, tokens=16, capacity=10**12)[1]
+
+
+def test_true_and_false_are_full_and_none_and_no_other_word_is_known() -> None:
+    for given, meant in ((True, "full"), (False, "none"), ("auto", "auto")):
+        assert recipe(model={"name": "m", "gradient_checkpointing": given}).model.gradient_checkpointing == meant
+    with pytest.raises(ValueError, match="gradient_checkpointing"):
+        recipe(model={"name": "m", "gradient_checkpointing": 1})
+
+
+@pytest.mark.parametrize(
+    ("profile", "shares"),
+    [
+        ("ddp", Shares()),
+        ("fsdp", Shares(4, 4, 4)),
+        ("hsdp", Shares(2, 2, 2)),
+        ("fsdp_offload", Shares(0, 0, 0)),
+        ("zero2", Shares(1, 4, 4, has_masters=True)),
+        ("zero3", Shares(4, 4, 4, has_masters=True)),
+        ("zero3_offload", Shares(0, 0, 0, has_masters=True)),
+    ],
+)
+def test_a_file_and_the_environment_it_becomes_cut_alike(profile: str, shares: Shares) -> None:
+    assert load_profile(profile).shares(4) == shares
+    environment = profile_environment(profile, 4) | {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
+    assert profile_from_environment(environment).shares(4) == shares
+
+
+def test_sizes_are_those_of_the_files_and_an_adapter_is_a_small_part(tmp_path: Path) -> None:
+    folder = save_tiny_causal(tmp_path)
+    whole = sizes_in(folder, recipe())
+    assert (whole.trained, whole.frozen_bytes) == (
+        259 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 63 * 32 + 64) + 32,
+        0,
+    )
+    adapted = sizes_in(folder, recipe(adapter={"type": "lora", "r": 2}))
+    inputs_and_outputs = 2 * (64 + 48 + 48 + 64 + 3 * (63 + 32))
+    assert (adapted.trained, adapted.frozen_bytes) == (2 * inputs_and_outputs, 4 * whole.trained)
+
+
+def test_an_estimate_reads_as_one_line() -> None:
+    told = str(Estimate({"weights": 10**9, "gradients": 0, "logits": 5 * 10**8}))
+    assert told == "about 1.50 GB a process (weights 1.00, logits 0.50)"

@@ -7,6 +7,7 @@ a model.
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

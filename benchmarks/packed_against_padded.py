@@ -34,7 +34,7 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 1e-2}  # of the loss of a document and of a 
 SIDES: dict[str, list[str]] = {
     "packed": ["data.packing=true"],
     "end to end": ["data.padding_free=true"],
-    "padded": [],
+    "padded": ["data.padding_free=false"],
 }
 FLASH = {"packed, flash-attn": ["data.packing=true", "model.attn_implementation=flash_attention_2"]}
 

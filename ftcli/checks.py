@@ -111,14 +111,17 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
 
 
 def local_type(name: str) -> str | None:
-    """Return the model type that a model on this machine says it is of; None where it lies on the hub."""
+    """Return the model type that a model on this machine says it is of; None: it lies on the hub, or cannot be read."""
     from .rows import model_folder
 
     folder = model_folder(name)
     if folder is None or not (folder / "config.json").is_file():
         return None
-    found: str | None = json.loads((folder / "config.json").read_text()).get("model_type")
-    return found
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except ValueError:  # loading it says so
+        return None
+    return found.get("model_type") if isinstance(found, dict) else None
 
 
 def format_facts(recipe: Recipe) -> dict[str, str]:

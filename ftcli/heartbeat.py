@@ -15,9 +15,10 @@ import statistics
 import threading
 import time
 from collections import deque
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from .run_folder import HEARTBEATS, RunFolder
 from .supervision import say
@@ -29,7 +30,8 @@ FIRST_SECONDS = 300.0  # when a lap is long that has none before it
 APART = ("loading", "evaluating", "answering", "saving")  # laps of their own; all others belong to their step
 
 
-class Beat(NamedTuple):
+@dataclass(slots=True)
+class Beat:
     """What one rank is at."""
 
     count: int  # phase changes so far
@@ -95,7 +97,7 @@ class Heartbeat:
     def _write(self, beat: Beat) -> None:
         assert self._folder is not None
         who = {"process": os.getpid(), "launch": os.environ.get("FTCLI_LAUNCHED", "")}  # read by rank_watch.py
-        told = beat._asdict() | {"seconds": time.monotonic() - beat.since} | who
+        told = asdict(beat) | {"seconds": time.monotonic() - beat.since} | who
         del told["since"]  # means nothing to another process
         RunFolder(self._folder).write_json(f"rank-{self.rank}.json", told)
 

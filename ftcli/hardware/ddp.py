@@ -68,7 +68,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def backward(accelerator: Accelerator, loss: Tensor, factor: float) -> None:
     """Add the gradients of `loss`, multiplied by `factor`."""
-    accelerator.backward(loss if factor == 1.0 else loss * factor)
+    loss = loss if factor == 1.0 else loss * factor
+    if accelerator.gradient_accumulation_steps == 1:  # Accelerate would divide by 1: one more node of the graph
+        loss.backward()
+    else:
+        accelerator.backward(loss)
 
 
 def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, factor: float) -> Tensor:

@@ -22,7 +22,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shards(folder: Path) -> dict[str, list[Any]]:
-    """Return what is in shards when a micro-batch's backward pass begins, and which gradients are there before a forward."""
+    """Return what is in shards when a backward pass begins, and which gradients are there before a forward pass."""
     from torch.distributed.tensor import DTensor
 
     from ftcli.loop import steps

@@ -5,8 +5,8 @@
 One run for each number of loader processes (data.workers), all of one launch. The loop asks for the next rows while the
 device works, so `data_seconds` is a part of a step only where it is longer than what the device still has to do: the
 share is an upper bound of what the device waits. Nothing is read from the device but what the loop itself reads, so a
-step's time is that between two steps. The first steps are left out. Prints a line for each run; `--facts FILE` gets
-it as JSON.
+step's time is that between two steps. The first steps are left out, and the last, in which loader processes end.
+Prints a line for each run; `--facts FILE` gets it as JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(recipe: str, given: list[str], workers: list[int], cpu: bool) -> lis
         waits, laps, losses, last = [], [], [], time.perf_counter()
         for step in steps(run):
             now = time.perf_counter()
-            if step.number > WARM:
+            if WARM < step.number < run.steps:
                 waits.append(step.data_seconds)
                 laps.append(now - last)
             if step.number in (1, run.steps):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .recipe import Recipe
-from .run_folder import RunFolder
+from .run_folder import RunFolder, disk_told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,10 +28,11 @@ PROBE_ROWS = 2
 def save_final(run: Run) -> None:
     """Write final/ and the probe of a run that has a folder; a collective, every rank calls it.
 
-    The main rank holds one shard of the weights, and no more.
+    The main rank holds one shard of the weights, and no more. Raises `DiskError` there when they cannot be written.
     """
     if run.folder is None:
         return
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # Whoever exports an adapter of a quantised model has the model itself, whose logits are others.
@@ -47,16 +48,17 @@ def save_final(run: Run) -> None:
         return
     model: Any = run.hardware.unwrap(run.model)
     here = ((name, value) for name, value in values if value is not None)  # each is, on the main rank
-    if is_adapter:
-        model.save_pretrained(temporary, state_dict=dict(here), save_embedding_layers=False)  # what is trained, only
-    else:
-        _write_model(model, here, temporary)
-    run.task.save_processor(str(temporary))
-    (temporary / "README.md").write_text(model_card(run.recipe, last_metrics(run.folder)), encoding="utf-8")
-    if probe is not None:
-        save_file(probe, run.folder.path / PROBE, metadata={"step": str(run.steps)})
-    shutil.rmtree(run.folder.final, ignore_errors=True)  # of a run that was resumed to go further
-    temporary.rename(run.folder.final)
+    with disk_told(run.folder.final, SafetensorError):
+        if is_adapter:
+            model.save_pretrained(temporary, state_dict=dict(here), save_embedding_layers=False)  # what is trained
+        else:
+            _write_model(model, here, temporary)
+        run.task.save_processor(str(temporary))
+        (temporary / "README.md").write_text(model_card(run.recipe, last_metrics(run.folder)), encoding="utf-8")
+        if probe is not None:
+            save_file(probe, run.folder.path / PROBE, metadata={"step": str(run.steps)})
+        shutil.rmtree(run.folder.final, ignore_errors=True)  # of a run that was resumed to go further
+        temporary.rename(run.folder.final)
 
 
 def _write_model(model: Any, values: Iterator[tuple[str, Tensor]], folder: Path) -> None:

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InputError
 from .tasks.protocol import RowError
-from .token_bytes import TokenBytes
 from .turns import REASONING, Messages, Span, Template, find_turns, marked_turns
+
+if TYPE_CHECKING:
+    from .token_bytes import TokenBytes
 
 TrainOn = Literal["assistant", "last", "all"]
 Encoded = tuple[list[int], list[bool]]  # ids and, for each, whether it is trained
@@ -84,10 +86,11 @@ def _encode(tokenizer: Any, rendered: list[tuple[str, Plan]]) -> list[Encoded | 
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(
             [text for text, _ in rendered], add_special_tokens=False
         )
-        for index, ((text, plan), encoding) in enumerate(zip(rendered, encodings, strict=True)):
-            ids = encoding.ids
-            if (trained := _mask_by_bytes(token_bytes, ids, text, plan)) is not None:
-                found[index] = (ids, trained)
+        many = [encoding.ids for encoding in encodings]
+        insides = token_bytes.inside(many, [text for text, _ in rendered], [spans for _, (_, spans) in rendered])
+        for index, (ids, inside, (_, (outside, _))) in enumerate(zip(many, insides, rendered, strict=True)):
+            if inside is not None:
+                found[index] = (ids, [not each for each in inside] if outside else inside)
     if rest := [index for index, each in enumerate(found) if each is None]:
         texts = [rendered[index][0] for index in rest]
         batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
@@ -130,9 +133,11 @@ def _template(tokenizer: Any, source: str) -> Template:
 @lru_cache(maxsize=2)
 def _token_bytes(tokenizer: Any) -> TokenBytes | None:
     """Return the bytes of a tokenizer's tokens; None when its tokens are not made of bytes."""
+    from .token_bytes import TokenBytes
+
     found, probe = TokenBytes(tokenizer.backend_tokenizer), "a b\n"
     ids = tokenizer(probe, add_special_tokens=False)["input_ids"]
-    return None if found.ends(ids, probe.encode()) is None else found
+    return None if found.inside([ids], [probe], [[]]) == [None] else found
 
 
 def _render(template: Template, messages: Any, tools: list[Any] | None, train_on: TrainOn) -> tuple[str, Plan]:
@@ -250,27 +255,6 @@ def _require_shown(turns: Messages, text: str) -> None:
     for number, turn in enumerate(turns, start=1):
         if turn["role"] in ("system", "developer", "user") and turn["content"].strip() not in text:
             raise RowError(f"message {number}: the chat template leaves out what the {turn['role']} says")
-
-
-def _mask_by_bytes(token_bytes: TokenBytes, ids: list[int], text: str, plan: Plan) -> list[bool] | None:
-    """Return what `_mask` does, from ids alone; None where it takes offsets: a token lies across a turn's beginning."""
-    outside, spans = plan
-    mask = [outside] * len(ids)
-    if not spans:
-        return mask
-    data = text.encode()
-    if (ends := token_bytes.ends(ids, data)) is None:
-        return None
-    for start, end in spans if len(data) == len(text) else _in_bytes(text, spans):
-        first, last = bisect_right(ends, start), bisect_left(ends, end) + 1
-        if (ends[first - 1] if first else 0) != start:
-            return None
-        mask[first:last] = [not outside] * (last - first)
-    return mask
-
-
-def _in_bytes(text: str, spans: list[Span]) -> list[Span]:
-    return [(len(text[:start].encode()), len(text[:end].encode())) for start, end in spans]
 
 
 def _mask(text: str, offsets: list[tuple[int, int]], plan: Plan) -> list[bool]:

@@ -38,7 +38,8 @@ from .checkpoint_folder import (
     size_of,
     write_durably,
 )
-from .errors import InputError
+from .errors import DiskError, InputError
+from .metric_names import metric_names, require_metric
 from .parts import Part, Stretches, copy, size_on_host, stretches, wait_for_copies
 from .run_folder import package_versions
 from .saving import on_every_rank
@@ -61,13 +62,14 @@ def save(run: Run, step: int, metrics: dict[str, float] | None = None, *, backgr
     None when the run has none, or when the newest step was bad and will be undone. It is complete on return, or with
     `background` when `run.saving.wait()` returns: then all values are copied to the host, and the disk is a thread's
     affair. The next save waits by itself.
-    Raises, on every rank, `RuntimeError` when a rank could not write this checkpoint (or the last one, in the
-    background), and `InputError` when ranks do not share the run folder.
+    Raises, on every rank, `DiskError` when a rank could not write this checkpoint (or the last one, in the
+    background), `RuntimeError` when something else went wrong there, and `InputError` when ranks do not share the
+    run folder.
     """
     if run.folder is None or run.is_measured_only or not run.flags.settle():
         return None
     run.heart.beat("saving", step)
-    _check_metric(run.recipe.checkpoint, metrics)
+    _check_metric(run, metrics)
     run.saving.wait()
     folder, state = checkpoint_path(run.folder.path, step), _state(run, step, metrics or {})
     live = stretches(run.hardware.pieces(run.model, run.optimizer))
@@ -110,7 +112,7 @@ def make_up(run: Run, metrics: dict[str, float] | None) -> None:
     """
     if run.folder is None or run.first_step == 0 or metrics is None or run.is_measured_only:
         return
-    _check_metric(run.recipe.checkpoint, metrics)
+    _check_metric(run, metrics)
     folder, ranks = checkpoint_path(run.folder.path, run.first_step), run.hardware.ranks
 
     def write() -> None:
@@ -284,18 +286,17 @@ def _write(run: Run, folder: Path, state: dict[str, Any], parts: Iterable[Part])
         records = on_every_rank(ranks, what, write)
         state["files"] = {name: record for part in records for name, record in part.items()}
         on_every_rank(ranks, what, finish)
-    except RuntimeError:
+    except (RuntimeError, DiskError):
         if ranks.is_main:
             shutil.rmtree(temporary, ignore_errors=True)  # nothing will come of it, and the disk may be full
         raise
 
 
-def _check_metric(section: Checkpoint, metrics: dict[str, float] | None) -> None:
-    if metrics and section.keep_best is not None and section.keep_best.metric not in metrics:
-        raise InputError(
-            f"checkpoint.keep_best.metric: an evaluation has no metric {section.keep_best.metric}",
-            hint=f"one of {', '.join(metrics)}",
-        )
+def _check_metric(run: Run, metrics: dict[str, float] | None) -> None:
+    """Raise `InputError` for a metric that decides and is not there; what the task declares was checked before."""
+    best = run.recipe.checkpoint.keep_best
+    if metrics and best is not None and metric_names(run.recipe, type(run.task)) is None:
+        require_metric(best.metric, metrics)
 
 
 def _check_names(stored: dict[str, list[int]], wanted: dict[str, list[int]], folder: Path) -> None:

@@ -72,7 +72,9 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     from .adapters import adapter_problems
     from .attention import check_attention
     from .corpora import check_corpus
+    from .metric_names import check_metric
     from .prompts import prompts_of
+    from .row_counts import check_row_counts
     from .rows import check_source, model_folder
     from .tasks import find_task, is_own
     from .template_variables import check_recipe
@@ -85,12 +87,16 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     model_folder(recipe.model.name)
     if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
         check_attention(recipe, find_task(recipe.task).Task)
-    for source in recipe.data.train_sources:
-        check = check_corpus if recipe.data.streaming else check_source
-        check(source, recipe.data.columns_of(source))
-    for source in recipe.data.eval_sources:
-        check_source(source, recipe.data.columns_of(source))
+        check_metric(recipe, find_task(recipe.task).Task)
+    data = recipe.data
+    for source in data.train_sources:
+        check = check_corpus if data.streaming else check_source
+        check(source, data.columns_of(source), most_bad=data.max_bad_rows)
+    for source in data.eval_sources:
+        check_source(source, data.columns_of(source), most_bad=data.max_bad_rows)
     format_facts(recipe)
+    splits = data.truncation == "split" or (data.truncation is None and recipe.task == "pretrain")
+    check_row_counts(recipe, may_split=splits or is_own(recipe.task))
 
 
 def format_facts(recipe: Recipe) -> dict[str, str]:
@@ -98,9 +104,9 @@ def format_facts(recipe: Recipe) -> dict[str, str]:
 
     Only tasks that recognise formats have some; a user's own task is not imported for it.
     """
-    from .corpora import first_of_stream
+    from .corpora import columns_of_stream
     from .formats import described, recognise
-    from .rows import first_row, labels_of
+    from .rows import first_columns, labels_of
     from .tasks import find_task, is_own
 
     facts: dict[str, str] = {}
@@ -110,12 +116,13 @@ def format_facts(recipe: Recipe) -> dict[str, str]:
         for source, label in zip(sources, labels_of(sources), strict=True):
             name = f"data.{split}" + (f" {label}" if len(sources) > 1 else "")
             is_stream = split == "train" and recipe.data.streaming
-            row = first_row(source) if not is_stream else first_of_stream(source)
-            if row is None:
+            look = columns_of_stream if is_stream else first_columns
+            there = look(source, most_bad=recipe.data.max_bad_rows)
+            if there is None:
                 facts[name] = f"{source.path}: format not looked at before rows are prepared"
                 continue
-            renamed = {there: wanted for wanted, there in recipe.data.columns_of(source).items()}
-            columns = [renamed.get(column, column) for column in row]
+            renamed = {name: wanted for wanted, name in recipe.data.columns_of(source).items()}
+            columns = [renamed.get(column, column) for column in there]
             found = recognise(columns, kinds, f"data.{split}: {source.path}")
             facts[name] = f"{source.path}: {described(found, columns)}"
     return facts

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +20,7 @@ from .addresses import file_system, is_address, is_folder, is_pattern, list_addr
 from .assets import asset_path
 from .errors import InputError, RunError
 from .lines import COMPRESSED, PARSERS, check_compression, read_lines, require_size, suffix_of
-from .rows import FORMATS, check_source, first_row, require_columns
+from .rows import FORMATS, first_columns, require_columns, require_file
 from .streaming import Bad, Corpus, one_too_many, open_corpus, share_out
 from .tasks.protocol import RowError
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe, Source
 
 FIRST_ROWS = 256  # that stand for a stream where some of its rows must be known: its format, its preview
+COMMIT = re.compile("[0-9a-f]{40}")
 WANTED_FILES = 8  # with which the usual numbers of processes share out the reading
 
 
@@ -60,22 +64,22 @@ def local_files(source: Source) -> list[str] | None:
     return found
 
 
-def check_corpus(source: Source, columns: Mapping[str, str]) -> None:
+def check_corpus(source: Source, columns: Mapping[str, str], *, most_bad: int = 0) -> None:
     """Look at a streamed source without reading it; raises `InputError` for what is missing or cannot be read.
 
-    What lies behind an address is not asked for, only whether this installation could.
+    `most_bad` of the first rows may be none, or lack columns. What lies behind an address is not asked for, only
+    whether this installation could.
     """
     files = local_files(source)
     if files is not None:
         first = _first_filled(files)
-        if format_of(first) == FORMATS.get(Path(first).suffix):  # not compressed
-            check_source(source.model_copy(update={"path": first}), dict(columns))
-        elif not Path(first).exists():
-            raise InputError(f"no data at {Path(first).absolute()}", hint="is the path right?")
+        require_file(Path(first))
         for file in files:
             check_compression(file)
-        if (row := first_of_stream(source)) is not None:
-            require_columns(list(row), columns.values(), first)
+        if (names := columns_of_stream(source, most_bad=most_bad)) is not None:
+            require_columns(names, columns.values(), first)
+        elif suffix_of(first) in PARSERS:
+            raise InputError(f"{source.path} has no rows", hint="give a file with at least one row")
     elif is_address(source.path):
         if not is_pattern(source.path) and not is_folder(source.path):
             _one_format([source.path], source.path)
@@ -101,21 +105,40 @@ def list_files(source: Source) -> tuple[list[str], list[int | None]] | None:
 
 
 def corpus_digest(source: Source) -> Any:
-    """Return what stands for the content of a source that is too large to be read: names and sizes of its files."""
-    listed = list_files(source)
-    return ["stream", source.path, source.name, source.split, source.revision, listed]
+    """Return what stands for the content of a source that is too large to be read: names and sizes of its files.
+
+    Of a data set on the hub it is the commit, which is also what is read.
+    """
+    content = list_files(source) or _commit(source)
+    return ["stream", source.path, source.name, source.split, source.revision, content]
 
 
-def first_of_stream(source: Source) -> dict[str, Any] | None:
-    """Return a stream's first row where that needs no library; None where it does, or is none."""
+def columns_of_stream(source: Source, *, most_bad: int = 0) -> list[str] | None:
+    """Return the columns of a stream's first rows where that needs no library; None where it does, or has none.
+
+    Of one row more than may be unusable (`most_bad`). Raises `InputError` when more than that are no rows at all.
+    """
     files = local_files(source)
     if files is None:
         return None
     first = _first_filled(files)
     if suffix_of(first) not in PARSERS:
-        return None if Path(first).suffix in COMPRESSED else first_row(source.model_copy(update={"path": first}))
-    row = next(Renamed(Corpus((1,), Files([first], [None], None), (first,)), {})(0, 0), None)
-    return row if isinstance(row, dict) else None
+        plain = source.model_copy(update={"path": first})
+        return None if Path(first).suffix in COMPRESSED else first_columns(plain, most_bad=most_bad)
+    lines = Corpus((1,) * len(files), Files(files, [None] * len(files), None), tuple(files))
+    rows = _usable(Corpus(lines.sizes, Renamed(lines, {}), lines.names), most_bad)
+    return list(dict.fromkeys(name for row in islice(rows, 1 + min(most_bad, FIRST_ROWS)) for name in row)) or None
+
+
+def _usable(corpus: Corpus, most_bad: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all files in their order; raises `InputError` when more than `most_bad` are no rows at all."""
+    bad = 0
+    for file in range(len(corpus.sizes)):
+        for number, row in enumerate(corpus.read(file, 0)):
+            if not isinstance(row, RowError):
+                yield row
+            elif (bad := bad + 1) > most_bad:
+                raise one_too_many(corpus, [Bad(file, number, str(row))], bad, most_bad)
 
 
 def _first_filled(files: list[str]) -> str:
@@ -148,19 +171,7 @@ def first_rows(source: Source, columns: Mapping[str, str], *, most_bad: int = 0)
     """
     from datasets import Dataset
 
-    corpus = open_source(source, columns)
-    rows: list[dict[str, Any]] = []
-    bad = 0
-    for file in range(len(corpus.sizes)):
-        for number, row in enumerate(corpus.read(file, 0)):
-            if not isinstance(row, RowError):
-                rows.append(row)
-            elif (bad := bad + 1) > most_bad:
-                raise one_too_many(corpus, [Bad(file, number, str(row))], bad, most_bad)
-            if len(rows) == FIRST_ROWS:
-                break
-        if len(rows) == FIRST_ROWS:
-            break
+    rows = list(islice(_usable(open_source(source, columns), most_bad), FIRST_ROWS))
     if not rows:
         raise InputError(f"{source.path} has no rows")
     alike = _alike(rows)
@@ -299,5 +310,22 @@ def _open_hub(source: Source) -> IterableDataset:
 
     from .rows import told_of_hub
 
+    commit = _commit(source)
+    revision = commit if COMMIT.fullmatch(commit) else source.revision  # else it is this machine's own copy
     with told_of_hub(source):
-        return load_dataset(source.path, source.name, split=source.split, revision=source.revision, streaming=True)
+        return load_dataset(source.path, source.name, split=source.split, revision=revision, streaming=True)
+
+
+def _commit(source: Source) -> str:
+    """Return the commit of a data set on the hub that its revision stands for, the same one as long as we run."""
+    from .rows import told_of_hub
+
+    with told_of_hub(source):
+        return _commit_of(source.path, source.name, source.revision)
+
+
+@cache
+def _commit_of(path: str, name: str | None, revision: str | None) -> str:
+    from datasets import load_dataset_builder
+
+    return str(load_dataset_builder(path, name, revision=revision).hash)

@@ -45,7 +45,12 @@ class RunError(Exception):
 
 
 class DiskError(RunError, OSError):
-    """A file of the run could not be written: its disk is full, or takes no files any more."""
+    """A file of the run could not be written: its disk is full, or takes no files any more. `what` says which, why."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}. Checkpoints that stand are whole; when the disk takes files again, --resume auto goes on"
+        )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

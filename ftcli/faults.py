@@ -139,7 +139,8 @@ class StopRequest:
     ) -> None:
         self._restore()
         if not self._launched:
-            self._remove_file()
+            with suppress(OSError):  # a disk that takes no changes any more: that error is on its way
+                self._remove_file()
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

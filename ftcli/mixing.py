@@ -14,6 +14,7 @@ import numpy as np
 from .corpora import first_rows
 from .errors import InputError
 from .formats import described, recognise
+from .row_counts import none_left
 from .rows import labels_of, read_rows
 from .sampling import chosen, held_out
 
@@ -47,7 +48,7 @@ def read_parts(recipe: Recipe, task: Task) -> list[Part]:
     if data.eval_sources:
         held = _read(data, "eval", data.eval_sources, task, recipe.seed)
     else:
-        train, held = _hold_out(train, data.eval_rows, recipe.seed)
+        train, held = _hold_out(train, data, recipe.seed)
     pairs = enumerate(zip(train, data.train_sources, strict=True))
     return [_weigh(part, source.weight, recipe.seed, number) for number, (part, source) in pairs] + held
 
@@ -70,14 +71,14 @@ def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) 
     return parts
 
 
-def _hold_out(parts: list[Part], count: int, seed: int) -> tuple[list[Part], list[Part]]:
-    """Return (training parts, evaluation parts), with `count` of all rows held out."""
+def _hold_out(parts: list[Part], data: Data, seed: int) -> tuple[list[Part], list[Part]]:
+    """Return (training parts, evaluation parts), with `data.eval_rows` of all rows held out."""
+    count = data.eval_rows
     if count == 0:
         return parts, []
     total = sum(len(part.indices) for part in parts)
     if count >= total:
-        paths = ", ".join(part.path for part in parts)
-        raise InputError(f"data.eval_rows {count} leaves no rows of {paths} to train on")
+        raise none_left(data, [part.path for part in parts])
     is_held = np.zeros(total, dtype=bool)
     is_held[held_out(total, count, seed)[1]] = True
     train: list[Part] = []
@@ -87,7 +88,7 @@ def _hold_out(parts: list[Part], count: int, seed: int) -> tuple[list[Part], lis
             if mine.any():
                 into.append(replace(part, split=split, indices=part.indices[mine]))
             elif split == "train":
-                raise InputError(f"data.eval_rows {count} leaves no rows of {part.path} to train on")
+                raise none_left(data, [part.path])
     return train, held
 
 

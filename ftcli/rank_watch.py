@@ -9,6 +9,7 @@ as it waits for them. Light: never imports torch.
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from typing import Any
@@ -50,6 +51,12 @@ class RankWatch:
         if not self.lost:
             return ""
         names = f"rank {self.lost[0]}" if len(self.lost) == 1 else f"ranks {', '.join(map(str, self.lost))}"
+        if not _takes_files(self._folder):
+            return (
+                f"{names} failed and could not record why, as {self._folder.path} takes no files any more; what they "
+                "printed stands above. Checkpoints that stand are whole; when the disk takes files again, --resume "
+                "auto goes on"
+            )
         return (
             f"{names} died without recording an error, as a process does that the system kills, for instance for lack "
             "of host memory"
@@ -67,6 +74,18 @@ class RankWatch:
             if process is not None and _is_dead(process) and path.exists():
                 found.append(int(path.stem.removeprefix("rank-")))
         return sorted(found)
+
+
+def _takes_files(folder: RunFolder) -> bool:
+    probe = folder.path / f".room.{os.getpid()}"
+    try:
+        probe.write_bytes(bytes(4096))  # of one record
+        probe.unlink()
+    except OSError:
+        with suppress(OSError):
+            probe.unlink()
+        return False
+    return True
 
 
 def _is_dead(process: int) -> bool:

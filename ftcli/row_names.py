@@ -7,6 +7,7 @@ several, or that occurs several times in an epoch, has one name. No device and n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,15 @@ def row_names(recipe: Recipe, rows: PreparedRows, loader: Any) -> NameRows:
 
 
 def _of_prepared(sources: list[Source], rows: PreparedRows) -> NameRows:
+    @cache  # a folder is listed when its first row is named, and not again
+    def images(number: int) -> list[Path]:
+        return _images(sources[number])
+
     def names(ids: Iterable[int]) -> list[str]:
         numbers = sorted(ids)
         found = rows.train.select_columns(["source", "row"]).select(numbers)[:]
-        images = {s: _images(sources[s]) for s in set(found["source"])}  # a folder is listed once
         rows_of = zip(found["source"], found["row"], strict=True)
-        return _once(str(images[s][row]) if images[s] else f"{sources[s].path}:{row + 1}" for s, row in rows_of)
+        return _once(str(images(s)[row]) if images(s) else f"{sources[s].path}:{row + 1}" for s, row in rows_of)
 
     return names
 

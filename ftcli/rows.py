@@ -6,11 +6,15 @@ tokens nor tasks, and imports `datasets` only inside functions, so that `ftcli c
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +22,16 @@ from .assets import asset_path
 from .errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    import pyarrow as pa
+    from datasets import Dataset, Features
 
     from .recipe import Source
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ONE_A_LINE = "a .jsonl file has one JSON object a line"
+FIRST_BYTES = 10 * 2**20  # of a .jsonl file, from which `datasets` infers its columns
 FIRST_CHARACTERS = 2**20  # in which the first row of a JSON file must end to be looked at
+WHITE = re.compile(r"[\s,]*")  # between the rows of a JSON file
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
@@ -65,63 +72,96 @@ def labels_of(sources: Sequence[Source]) -> list[str]:
     return labels
 
 
-def first_row(source: Source) -> dict[str, Any] | None:
-    """Return a source's first row, its columns as they are there, where that needs no library; None where it does."""
+def first_columns(source: Source, *, most_bad: int = 0) -> list[str] | None:
+    """Return the columns of a source's first rows, as they are there, where that needs no library; None where it does.
+
+    Of one row more than may be unusable (`most_bad`).
+    """
     path = local_path(source.path)
     if path is None or path.suffix not in (".jsonl", ".json", ".csv", ".txt"):
         return None
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
-                return next(csv.DictReader(line.replace("\0", "") for line in file), None)
+                return list(next(csv.DictReader(line.replace("\0", "") for line in file), {})) or None
             if path.suffix == ".txt":
-                return {"text": next(file, "").rstrip("\n")}
-            start = file.read(FIRST_CHARACTERS).lstrip().removeprefix("[").lstrip()
-            row = json.JSONDecoder().raw_decode(start)[0]
-    except (UnicodeDecodeError, json.JSONDecodeError):  # it is told, with its line, when all rows are read
+                return ["text"]
+            start = file.read(FIRST_CHARACTERS).lstrip().removeprefix("[")
+    except UnicodeDecodeError:  # it is told, with its line, when all rows are read
         return None
-    return row if isinstance(row, dict) else None
+    return list(dict.fromkeys(name for row in islice(json_objects(start), 1 + most_bad) for name in row)) or None
 
 
-def check_source(source: Source, columns: dict[str, str]) -> None:
-    """Look at a source without reading it whole; raises `InputError` when it is missing, empty or lacks a column."""
+def json_objects(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects that stand one after the other in a text, up to what is none."""
+    decoder, at = json.JSONDecoder(), 0
+    try:
+        while True:
+            row, at = decoder.raw_decode(text, WHITE.match(text, at).end())  # type: ignore[union-attr]
+            if not isinstance(row, dict):
+                return
+            yield row
+    except json.JSONDecodeError:
+        return
+
+
+def check_source(source: Source, columns: dict[str, str], *, most_bad: int = 0) -> None:
+    """Look at a source without reading it whole; raises `InputError` when it is missing, empty or lacks a column.
+
+    `most_bad` of its first rows may lack one.
+    """
     path = local_path(source.path)
     if path is None:
         return
+    require_file(path)
+    if path.is_dir():
+        image_files(path)
+    elif path.suffix not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise InputError(f"{path} has no known data format", hint=f"known: {known}, or a folder of images")
+    elif (names := _first_columns(path, most_bad)) is not None:
+        require_columns(names, columns.values(), str(path))
+
+
+def require_file(path: Path) -> None:
+    """Raise `InputError` when there is nothing at a path, or an empty file."""
     if not path.exists():
         raise InputError(
             f"no data at {path.absolute()}",
             hint=(nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else "")
             or "check data.train and data.eval; a relative path starts at the current folder",
         )
-    if path.is_dir():
-        image_files(path)
-    elif path.suffix not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise InputError(f"{path} has no known data format", hint=f"known: {known}, or a folder of images")
-    elif path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path} is empty", hint="give a file with at least one row")
-    elif (names := _first_columns(path)) is not None:
-        require_columns(names, columns.values(), str(path))
 
 
-def _first_columns(path: Path) -> list[str] | None:
-    """Return the column names of a file's first row where that needs no library; None where it does."""
+def _first_columns(path: Path, most_bad: int) -> list[str] | None:
+    """Return the column names of a file's first rows where that needs no library; None where it does.
+
+    Raises `InputError` for a line of .jsonl that is none: rows that are read at once allow for none of those.
+    """
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         if path.suffix == ".csv":
             return next(csv.reader(line.replace("\0", "") for line in file), [])
         if path.suffix == ".jsonl":
-            line = next((line for line in file if line.strip()), "")
-            if not line:
+            lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+            rows = [_parsed(path, number, line) for number, line in islice(lines, 1 + most_bad)]
+            if not rows:
                 raise InputError(f"{path} is empty", hint="give a file with at least one row")
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(f"row 1 is not JSON: {error.msg}", where=f"{path}:1", hint=ONE_A_LINE) from None
-            if not isinstance(row, dict):
-                raise InputError("row 1 is not a JSON object", where=f"{path}:1", hint=ONE_A_LINE)
-            return list(row)
+            return list(dict.fromkeys(name for row in rows for name in row))
     return None
+
+
+def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+    """Return a line of a .jsonl file as a row; raises `InputError` naming it where it is none."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        told = f"row {number} is not JSON: {error.msg}"
+        raise InputError(told, where=f"{path}:{number}", hint=ONE_A_LINE) from None
+    if not isinstance(row, dict):
+        raise InputError(f"row {number} is not a JSON object", where=f"{path}:{number}", hint=ONE_A_LINE)
+    return row
 
 
 def require_columns(present: Sequence[str], wanted: Any, where: str) -> None:
@@ -155,7 +195,7 @@ def read_rows(source: Source, columns: dict[str, str]) -> Dataset:
 
     Raises `InputError` for unreadable or empty data and for columns that are not there.
     """
-    check_source(source, columns)
+    check_source(source, {})
     path = local_path(source.path)
     rows = _read_hub(source) if path is None else _read_local(path)
     if len(rows) == 0:
@@ -177,7 +217,8 @@ def _read_local(path: Path) -> Dataset:
     if path.suffix != ".parquet":
         _require_utf8(path)
     try:
-        return load_dataset(FORMATS[path.suffix], data_files=str(path.absolute()), split="train")
+        kind, features = FORMATS[path.suffix], _features(path) if path.suffix == ".jsonl" else None
+        return load_dataset(kind, data_files=str(path.absolute()), split="train", features=features)
     except (DatasetGenerationError, ArrowInvalid) as error:
         cause = error.__cause__ or error
         raise _unreadable(path, cause) from cause
@@ -185,6 +226,40 @@ def _read_local(path: Path) -> Dataset:
         if "corresponds to no data" in str(error):  # a header and no more, or an empty list
             raise InputError(f"{path} has no rows", hint="give a file with at least one row") from None
         raise
+
+
+def _features(path: Path) -> Features | None:
+    """Return what `datasets` infers for the columns of a .jsonl file, where Arrow alone can tell; else None.
+
+    It first parses as much in Python, an object a line, to see whether all objects below the top level have the same
+    keys. Where Arrow finds no null there, they have.
+    """
+    from datasets import Features
+    from pyarrow import ArrowInvalid, ArrowNotImplementedError
+    from pyarrow.json import ReadOptions, read_json
+
+    with path.open("rb") as file:
+        first = (file.read(FIRST_BYTES) + file.readline()).removeprefix(codecs.BOM_UTF8)
+    if first[:1] == b"[":
+        return None
+    try:
+        table = read_json(io.BytesIO(first), read_options=ReadOptions(block_size=len(first)))
+    except (ArrowInvalid, ArrowNotImplementedError):  # it is told, with its line, when all rows are read
+        return None
+    is_regular = all(_has_no_gap(chunk) for column in table.columns for chunk in column.chunks)
+    return Features.from_arrow_schema(table.schema) if is_regular else None
+
+
+def _has_no_gap(column: pa.Array) -> bool:
+    """Say whether all objects in a column have a value for each of their keys."""
+    import pyarrow as pa
+
+    if pa.types.is_list(column.type):
+        return _has_no_gap(column.flatten())
+    if not pa.types.is_struct(column.type):
+        return True
+    inner = column.flatten()
+    return bool(inner) and all(each.null_count == 0 and _has_no_gap(each) for each in inner)
 
 
 def _require_utf8(path: Path) -> None:
@@ -200,19 +275,12 @@ def _require_utf8(path: Path) -> None:
 
 
 def _unreadable(path: Path, cause: BaseException) -> InputError:
-    """Return an error that names the first bad row of a JSON-lines file, or repeats the reader's own words."""
+    """Return an error that repeats the reader's own words; raises one that names the bad row of a JSON-lines file."""
     if path.suffix == ".jsonl":
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except json.JSONDecodeError as error:
-                        told = f"row {number} is not JSON: {error.msg}"
-                        return InputError(told, where=f"{path}:{number}", hint=ONE_A_LINE)
-                    if not isinstance(row, dict):
-                        told = f"row {number} is not a JSON object"
-                        return InputError(told, where=f"{path}:{number}", hint=ONE_A_LINE)
+                    _parsed(path, number, line)
     return InputError(f"cannot read {path}: {str(cause).splitlines()[0]}", hint="do all rows have the same types?")
 
 

@@ -19,6 +19,7 @@ from .errors import InputError
 from .faults import StopRequest
 from .heartbeat import Heartbeat
 from .loaders import Collate, Rows, build_loaders
+from .metric_names import check_metric
 from .planning import Plan, derive_plan
 from .positions import check_lengths
 from .recipe import Recipe
@@ -170,8 +171,10 @@ def prepare(
     world = int(os.environ.get("WORLD_SIZE", "1"))
     derive_plan(loaded, world)  # what cannot be shared out is told before rows are prepared
     task = build_task(loaded)
+    check_metric(loaded, type(task))
     prompts = encode_prompts(loaded, task)
     rows = prepare_rows(loaded, task)
+    check_metric(loaded, type(task), rows.labels.get("eval", []))
     plan = derive_plan(loaded, world, rows.train_rows)
     first_step = 0 if start is None else _first_step(start, rows, anyway=resume_anyway)
     rows = _one_evaluation_batch(rows, plan) if dry_run else rows

@@ -104,7 +104,8 @@ class RunFolder:
         finally:
             lock = _LOCKS.pop(key)
             if lock is not None:
-                (self.path / LOCK).unlink(missing_ok=True)
+                with suppress(OSError):  # a disk that takes no changes any more: that error is on its way
+                    (self.path / LOCK).unlink(missing_ok=True)
                 os.close(lock)
 
     def _lock(self) -> None:
@@ -165,7 +166,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".{name}.{os.getpid()}"
         try:
-            with _told(self.path / name):
+            with disk_told(self.path / name):
                 temporary.write_text(text, encoding="utf-8")
                 temporary.replace(self.path / name)
         except DiskError:
@@ -206,13 +207,13 @@ class RunFolder:
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
         """Add the answers of one evaluation to samples.jsonl."""
-        with _told(self.samples), self.samples.open("a", encoding="utf-8") as file:
+        with disk_told(self.samples), self.samples.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one row to metrics.jsonl."""
         path = self.path / "metrics.jsonl"
-        with _told(path), path.open("a", encoding="utf-8") as file:
+        with disk_told(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def rewind(self, step: int, *, evaluated: bool = True) -> None:
@@ -248,15 +249,13 @@ class RunFolder:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Name the file when the disk refuses it, which Python does not once it is open."""
+def disk_told(path: Path, *others: type[Exception]) -> Iterator[None]:
+    """Name the file when the disk refuses it, which Python does not once it is open; `others` mean that too."""
+    refusals: tuple[type[Exception], ...] = (OSError, *others)
     try:
         yield
-    except OSError as error:
-        raise DiskError(
-            f"{path} could not be written: {error.strerror or error}. Checkpoints that stand are whole; when the disk "
-            "takes files again, --resume auto goes on"
-        ) from error
+    except refusals as error:
+        raise DiskError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _real(path: Path) -> Path:

@@ -13,6 +13,8 @@ from concurrent.futures import wait as wait_for
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
+from .errors import DiskError
+
 if TYPE_CHECKING:
     from .hardware.ranks import Ranks
 
@@ -66,7 +68,8 @@ class Saving:
 def on_every_rank(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     """Return what `work()` returned on each rank, in order of rank; a collective in the savers' group.
 
-    When it fails anywhere a `RuntimeError` is raised everywhere: `what` failed, on which rank, and how.
+    When it fails anywhere an error is raised everywhere: `what` failed, on which rank, and how. It is a `DiskError`
+    where disks alone are to blame, else a `RuntimeError`.
     """
     value, error = None, None
     try:
@@ -74,8 +77,9 @@ def on_every_rank(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     except Exception as caught:
         error = caught
     told = "" if error is None else f"{type(error).__name__}: {error}"
-    found = ranks.collect((value, told), background=True)
-    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(found) if failure]
+    found = ranks.collect((value, told, isinstance(error, OSError)), background=True)
+    failures = [f"rank {rank}: {failure}" for rank, (_, failure, _) in enumerate(found) if failure]
     if failures:
-        raise RuntimeError(f"{what}: {'; '.join(failures)}") from error
-    return [result for result, _ in found]
+        of_disks = all(is_of_disk for _, failure, is_of_disk in found if failure)
+        raise (DiskError if of_disks else RuntimeError)(f"{what}: {'; '.join(failures)}") from error
+    return [result for result, *_ in found]

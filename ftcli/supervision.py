@@ -100,7 +100,8 @@ def supervise(
             end_processes(token)
             child.wait()
             relay.finish()
-            folder.stop_file.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that takes no changes any more: the ranks have told it
+                folder.stop_file.unlink(missing_ok=True)
     if code == ENDED_EARLY:
         end_early(folder, signals.names[0])
         return

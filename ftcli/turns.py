@@ -227,10 +227,35 @@ class _Finder:
             asks = f"ends with {prompt[-40:]!r}" if prompt else "cannot be rendered, as nothing stands before it"
             raise RowError(
                 f"message {index + 1}: the prompt that asks for it ({asks}) is not how the chat template goes on in "
-                "the whole conversation; train on the last turn only (task_options.train_on), or give a template "
-                "that does not rewrite (task_options.chat_template)"
+                f"the whole conversation; {self._way_out(index)}"
             )
         return found
+
+    def _way_out(self, index: int) -> str:
+        """Return what to do about a message whose prompt is no prefix, and why where variables are the reason."""
+        last_only = "train on the last turn only (task_options.train_on: last)"
+        variables = json.dumps(self.template.variables)
+        if not index or not self.text.startswith(self._plain_prompt(index)):
+            return f"{last_only}, or give a template that does not rewrite (task_options.chat_template)"
+        if index == len(self.messages) - 1:
+            return (
+                f"chat_template_kwargs {variables} say one thing and the answer shows another: change the answer, or "
+                "give this row a column chat_template_kwargs of its own"
+            )
+        return (
+            f"chat_template_kwargs {variables} change the prompt and not what is shown of an earlier answer, so no row "
+            f"can train it as it is asked for: {last_only}; to train every answer, give a row for each, cut behind it. "
+            "Or leave these variables out, or give a template that shows them in every answer "
+            "(task_options.chat_template)"
+        )
+
+    def _plain_prompt(self, index: int) -> str:
+        """Return the prompt for a message as it is without variables."""
+        with _refusals():
+            text: str = self.template.tokenizer.apply_chat_template(
+                self.messages[:index], tools=self.tools, tokenize=False, add_generation_prompt=True
+            )
+        return text
 
     def _opening(self, index: int, prompt: str) -> str:
         """Return the end of a prompt, from the text of the last message before it on; "" if that is not to be had."""

@@ -14,7 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
 from ..sampling import seed_of
-from .labels import classification_metrics, classification_rows, count_labels, label_index, survey_labels
+from .labels import (
+    CLASSIFICATION_METRICS,
+    classification_metrics,
+    classification_rows,
+    count_labels,
+    label_index,
+    survey_labels,
+)
 from .protocol import Batch, Row, RowError
 
 if TYPE_CHECKING:
@@ -48,6 +55,7 @@ class Task:
     auto_class = "AutoModelForImageClassification"
     peft_type: str | None = None
     answer_columns: tuple[str, ...] = ("target",)
+    metric_names = CLASSIFICATION_METRICS
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ..models import load_image_processor

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
 
+CLASSIFICATION_METRICS = ("loss", "accuracy", "macro_f1")  # keys of `classification_metrics`
+
 
 def survey_labels(rows: Dataset, given: list[str] | None) -> list[str]:
     """Return the label names: those given, else those of the data set's own feature, else the values found, sorted."""

@@ -40,6 +40,7 @@ class Task(Protocol):
     peft_type: str | None  # peft's name of the task, for what it writes beside an adapter
     columns: tuple[str, ...]  # columns that every row must have; empty: the task recognises several formats
     # Optional: formats: tuple[str, ...], the kinds of formats.py that a task without columns recognises.
+    # Optional: metric_names: tuple[str, ...], the keys of `metrics`: a recipe that goes by another is told at once.
     # Optional: encode_rows(rows, facts) -> list[list[Row] | RowError], what `encode` gives for many rows, faster.
 
     def __init__(self, recipe: Recipe, options: Any) -> None: ...

@@ -56,6 +56,7 @@ class Task:
     packs = True
     auto_class = "AutoModelForCausalLM"
     peft_type: str | None = "CAUSAL_LM"
+    metric_names: tuple[str, ...] = ("loss", "perplexity")
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ..models import load_tokenizer

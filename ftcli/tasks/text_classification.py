@@ -9,7 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
 from ..spans import Span, decode_spans
-from .labels import classification_metrics, classification_rows, count_labels, label_index, survey_labels
+from .labels import (
+    CLASSIFICATION_METRICS,
+    classification_metrics,
+    classification_rows,
+    count_labels,
+    label_index,
+    survey_labels,
+)
 from .protocol import Batch, Row, RowError
 from .tokens import attention_mask, pad
 
@@ -39,6 +46,7 @@ class Task:
     auto_class = "AutoModelForSequenceClassification"
     peft_type: str | None = None
     answer_columns: tuple[str, ...] = ("target",)
+    metric_names = CLASSIFICATION_METRICS
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ..models import load_tokenizer

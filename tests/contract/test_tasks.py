@@ -163,6 +163,7 @@ def test_metrics_are_pure_and_weigh_rows_by_their_items(setup: Setup) -> None:
     assert metrics["loss"] == pytest.approx(float(rows["loss"].sum() / rows["items"].sum()))
     assert setup.task.metrics(rows) == metrics
     assert all(isinstance(value, float) for value in metrics.values())
+    assert getattr(setup.task, "metric_names", None) == tuple(metrics)
 
 
 def test_the_probe_gives_plain_logits(setup: Setup) -> None:

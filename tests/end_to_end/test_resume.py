@@ -231,6 +231,27 @@ def test_other_rows_are_refused_until_the_other_curve_is_accepted(train: Ftcli, 
     assert refused and code == 0, said
 
 
+def test_fewer_or_more_evaluation_rows_are_refused_until_accepted_and_move_no_training_step(
+    train: Ftcli, inputs: Path, tmp_path: Path
+) -> None:
+    rows, evaluated = (inputs / "chats.jsonl").read_text().splitlines(keepends=True), tmp_path / "eval.jsonl"
+    given = ("--set", "data.eval_rows=0", "--set", f"data.eval={evaluated}", "--resume", "auto")
+    evaluated.write_text("".join(rows[:6]))
+    assert train(tmp_path / "6", *given, STOP_AT="4")[0] == 75
+    for count in (3, 9):
+        shutil.copytree(tmp_path / "6", tmp_path / f"{count}")
+        evaluated.write_text("".join(rows[:count]))
+        code, said = train(tmp_path / f"{count}", *given)
+        assert code == 2 and "rows are not those that the checkpoint was trained on" in said
+        code, said = train(tmp_path / f"{count}", *given, "--resume-anyway")
+        assert code == 0 and f", {count} for evaluation" in said, said
+    evaluated.write_text("".join(rows[:6]))
+    assert train(tmp_path / "6", *given)[0] == 0
+    trained = [RunFolder(tmp_path / name).training_rows() for name in ("3", "6", "9")]
+    losses = [[(row["step"], row["loss"], row["samples"]) for row in found] for found in trained]
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 8
+
+
 def test_the_best_checkpoint_stays_beside_the_newest(train: Ftcli, tmp_path: Path) -> None:
     best = ("--set", "checkpoint.keep=1", "--set", "checkpoint.keep_best.direction=max")
     code, said = train(tmp_path / "run", *best, "--set", "checkpoint.keep_best.metric=loss")
@@ -274,14 +295,15 @@ def test_too_little_disk_is_told_before_the_first_step(
     assert RunFolder(tmp_path / "run").metrics() == []
 
 
-def test_a_run_goes_on_under_another_profile_in_another_folder(
+def test_a_run_goes_on_under_another_profile_with_more_processes_and_smaller_micro_batches_in_another_folder(
     train: Ftcli, never_stopped: Path, inputs: Path, tmp_path: Path
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     assert train(run, STOP_AT="3")[0] == 75
     stopped = RunFolder(run).status()["step"]
-    command = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--profile", "ddp", "--cpu"]
+    command = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--profile", "fsdp", "--cpu"]
     command += ["--num-processes", "2", "--output", str(other), "--resume", str(checkpoints_of(run)[-1])]
+    command += ["--set", "batch.micro_size=1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=inputs)
     assert done.returncode == 0, done.stderr[-3000:]
     wanted = [row for row in told(never_stopped) if row["step"] > stopped]

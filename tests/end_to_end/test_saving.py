@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 import yaml
 
 from ftcli.__main__ import main
+from ftcli.artifacts import PROBE
 from ftcli.checkpoint_folder import checkpoints_of, damage, step_of
 from ftcli.run_folder import RunFolder
 
@@ -31,7 +34,7 @@ RECIPE: dict[str, Any] = {
 }
 # A step is one micro-batch here: the task notes what the run has saved when it begins, and may forbid rank 1 to write.
 WATCHING_TASK = """
-import json, os, resource, signal, time
+import json, os, resource, signal, subprocess, time
 from ftcli.tasks import sft
 
 Options = sft.Options
@@ -49,6 +52,8 @@ class Task(sft.Task):
         if os.environ.get("RANK", "1") == "1" and str(self.calls) == os.environ.get("FULL_AT"):
             room = int(os.environ.get("ROOM", "50000"))
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        if str(self.calls) == os.environ.get("DO_AT") and os.environ.get("RANK", "0") == "0":
+            subprocess.run(os.environ["DO"], shell=True, check=True)
         if str(self.calls) == os.environ.get("STOP_AT"):
             os.kill(os.getpid(), signal.SIGTERM)
         if str(self.calls) == os.environ.get("KILL_AT"):
@@ -200,3 +205,81 @@ def test_a_disk_that_is_full_on_one_rank_ends_the_run_soon_and_names_the_rank(in
     assert saved_steps(run) == [40]
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step-000040"]
     assert not (run / "final").exists()
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_disk_of_checkpoints_that_goes_away_ends_the_run_and_those_that_stand_are_gone_on_from(
+    background: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    disk.mkdir()
+    (run / "checkpoints").symlink_to(disk)
+    monkeypatch.chdir(inputs)
+    command = ["train", "recipe.yaml", "--output", str(run), "--resume", "auto"]
+    command += ["--set", f"checkpoint.background={background}"]
+    with monkeypatch.context() as trouble, pytest.raises(SystemExit) as end:
+        trouble.setenv("DO_AT", "5")
+        trouble.setenv("DO", f"mv {disk} {disk}-gone; touch {disk}")
+        main(command)
+    told = capsys.readouterr().err
+    assert end.value.code == 1 and "Traceback" not in told
+    place = run / "checkpoints" / "step-000006"
+    assert told.splitlines()[-1].startswith(f"error: {place} could not be written: rank 0: ")
+    assert "--resume auto goes on" in told and place.name in RunFolder(run).status()["error"]
+    disk.unlink()
+    (tmp_path / "disk-gone").rename(disk)
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert not end.value.code and "goes on after step 4" in capsys.readouterr().err
+    assert saved_steps(run) == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("place", "obstacle", "told"),
+    [("final.tmp", "ln -s /dev/full", "File exists"), (PROBE, "mkdir", ".*I/O error: Is a directory.*")],
+)
+def test_final_weights_that_a_disk_refuses_are_told_and_written_when_it_takes_them(
+    place: str, obstacle: str, told: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.chdir(inputs)
+    command = ["train", "recipe.yaml", "--output", str(run), "--resume", "auto"]
+    with monkeypatch.context() as trouble, pytest.raises(SystemExit) as end:
+        trouble.setenv("DO_AT", "6")
+        trouble.setenv("DO", f"{obstacle} {run / place}")
+        main(command)
+    said = capsys.readouterr().err
+    assert end.value.code == 1 and "Traceback" not in said
+    assert re.search(f"error: {run}/final could not be written: {told}. Checkpoints .* --resume auto", said), said
+    (run / place).rename(tmp_path / "away")
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert not end.value.code and (run / "final" / "model.safetensors").exists() and (run / PROBE).is_file()
+
+
+OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]
+MAY_MOUNT = shutil.which("unshare") and not subprocess.run([*OWN_MOUNTS, "true"], capture_output=True).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MAY_MOUNT, reason="this user may not mount")
+@pytest.mark.parametrize("launch", [[], ["--profile", "ddp", "--cpu", "--num-processes", "2"]])
+def test_a_disk_that_turns_read_only_ends_the_run_with_that_error_and_not_with_one_of_cleaning_up(
+    launch: list[str], inputs: Path, tmp_path: Path
+) -> None:
+    run, twin = tmp_path / "run", tmp_path / "twin"
+    run.mkdir()
+    twin.mkdir()
+    command = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--output", str(run), "--resume", "auto"]
+    turn = f"mount --bind {run} {twin} && mount -o remount,bind,ro {twin} && mount --bind {twin} {run}"
+    trouble = os.environ | {"DO_AT": "6", "DO": turn, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*OWN_MOUNTS, *command, *launch], capture_output=True, text=True, cwd=inputs, env=trouble)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert f"error: {run / 'metrics.jsonl'} could not be written: Read-only file system. Checkpoints" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "--resume auto goes on" in last and "could not be written" in last or "takes no files any more" in last
+    assert saved_steps(run)[0] == 2 and all(damage(folder) == "" for folder in checkpoints_of(run))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=inputs)
+    assert done.returncode == 0 and "ftcli: goes on after step" in done.stderr, done.stderr[-3000:]
+    assert saved_steps(run) == [2, 4, 6]

@@ -20,6 +20,9 @@ RENDERED = [case for case in CASES if case.rendered is not None]
 REFUSED = [case for case in CASES if case.refused is not None]
 
 
+REWRITES = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|e|>{% endfor %}{{ 'bot: ' if add_generation_prompt }}"
+
+
 def titled(case: Case) -> str:
     return f"{case.table}: {case.name}"
 
@@ -83,6 +86,26 @@ def test_variables_of_one_conversation_are_not_those_of_the_next() -> None:
     assert trained[0] == trained[2] == trained[4] > trained[1] == trained[3]
     for each, variables in zip(found, given, strict=True):
         assert each[0] == reference_ids(tokenizer, messages, **variables)
+
+
+def test_variables_that_change_the_prompt_and_no_earlier_answer_are_told_as_the_reason_with_what_to_set() -> None:
+    tokenizer, _ = read_table("qwen3")
+    off = {"enable_thinking": False}
+    messages = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    with pytest.raises(RowError) as told:
+        chat.encode_conversation(tokenizer, messages, chat_template_kwargs=off)
+    reason = 'chat_template_kwargs {"enable_thinking": false} change the prompt and not what is shown of an earlier'
+    assert str(told.value).startswith("message 2: ") and reason in str(told.value)
+    assert "task_options.train_on: last" in str(told.value) and "a row for each, cut behind it" in str(told.value)
+    for end in (2, 4):  # what it says to do: every answer is trained behind the very prompt that asks for it
+        kept = chat.encode_conversation(tokenizer, messages[:end], train_on="last", chat_template_kwargs=off)
+        asked = tokenizer.apply_chat_template(messages[: end - 1], add_generation_prompt=True, return_dict=False, **off)
+        assert kept[0][: kept[1].index(True)] == asked
+    thinks = [messages[0], {"role": "assistant", "content": "<think>\nso\n</think>\n\nyes"}]
+    with pytest.raises(RowError, match="say one thing and the answer shows another: change the answer, or give this"):
+        chat.encode_conversation(tokenizer, thinks, chat_template_kwargs=off)
+    with pytest.raises(RowError, match=r"the last turn only .task_options.train_on: last., or give a template that"):
+        chat.encode_conversation(build_tokenizer("<|e|> eos=<|e|>", REWRITES), messages)
 
 
 def test_generation_marks_give_transformers_own_assistant_mask() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -142,6 +143,17 @@ def test_the_newest_stay_and_so_does_the_best(tmp_path: Path) -> None:
     assert best_of(checkpoints_of(tmp_path), Best(metric="loss", direction="max")) == checkpoint_path(tmp_path, 5)
     prune(tmp_path, 1, None)
     assert steps(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("direction", ["min", "max"])
+def test_of_equally_good_checkpoints_the_oldest_stays_and_what_is_not_finite_is_never_the_best(
+    direction: Literal["min", "max"], tmp_path: Path
+) -> None:
+    best = Best(metric="score", direction=direction)
+    for step, score in ((1, math.nan), (2, 1.0), (3, 1.0), (4, math.inf), (5, -math.inf), (6, 1.0)):
+        write(tmp_path, step, metrics={"score": score})
+        prune(tmp_path, 1, best)  # as a run does
+    assert steps(tmp_path) == [2, 6]
 
 
 def test_checkpoints_that_were_not_evaluated_are_never_the_best(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from ftcli.checks import check_inputs
 from ftcli.corpora import (
     check_corpus,
+    columns_of_stream,
     corpus_digest,
-    first_of_stream,
     first_rows,
     list_files,
     local_files,
@@ -158,7 +159,7 @@ def test_a_file_that_is_another_than_it_was_ends_the_run(folder: Path) -> None:
 
 def test_the_columns_of_compressed_files_are_looked_at(folder: Path) -> None:
     (folder / "0.jsonl.gz").write_bytes(gzip.compress((folder / "data" / "0.jsonl").read_bytes()))
-    assert first_of_stream(Source(path="0.jsonl.gz")) == {"body": "0-0"}
+    assert columns_of_stream(Source(path="0.jsonl.gz")) == ["body"]
     with pytest.raises(InputError, match="no column 'text'.*\n.*body"):
         check_corpus(Source(path="0.jsonl.gz"), {"text": "text"})
     (folder / "1.jsonl.gz").write_bytes(b"no gzip")
@@ -172,9 +173,45 @@ def test_an_empty_first_file_is_none_to_judge_by(folder: Path) -> None:
     assert len(first_rows(Source(path="data"), {"text": "body"})) == 30
 
 
-def test_a_revision_is_part_of_what_is_read(folder: Path) -> None:
-    revisions = [corpus_digest(Source(path="user/corpus", revision=revision)) for revision in ("v1", "v2")]
-    assert revisions[0] != revisions[1]
+@pytest.mark.parametrize("name", ["0.jsonl", "0.jsonl.gz"])
+def test_a_first_line_that_is_no_row_is_refused_only_beyond_the_bound(folder: Path, name: str) -> None:
+    raw = b'{"body": \n\n7\n' + (folder / "data" / "0.jsonl").read_bytes()
+    (folder / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    check_corpus(Source(path=name), {"text": "body"}, most_bad=2)
+    with pytest.raises(InputError, match=f"row 1 of .*{name}: is not JSON"):
+        check_corpus(Source(path=name), {"text": "body"})
+    with pytest.raises(InputError, match=f"row 2 of .*{name}: is not a JSON object .with it more than .* 1 cannot"):
+        check_corpus(Source(path=name), {"text": "body"}, most_bad=1)
+    with pytest.raises(InputError, match="no column 'text'.*\n.*body"):
+        check_corpus(Source(path=name), {"text": "text"}, most_bad=2)
+
+
+def test_a_first_file_without_a_row_is_none_to_judge_by_and_files_without_any_are_refused(folder: Path) -> None:
+    (folder / "data" / "0.jsonl").write_text("\n \n")
+    check_corpus(Source(path="data"), {"text": "body"})
+    with pytest.raises(InputError, match="data/0.jsonl has no rows"):
+        check_corpus(Source(path="data/0.jsonl"), {})
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_first_row_of_another_shape_is_refused_only_beyond_the_bound(folder: Path, streams: bool) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "rows.jsonl").write_text('{"note": "x"}\n{"text": "a"}\n')
+    (folder / "renamed.jsonl").write_text('{"note": "x"}\n{"body": "a"}\n')
+    for name, columns in (("rows.jsonl", {}), ("renamed.jsonl", {"text": "body"})):
+        data = {"train": name, "columns": columns, "streaming": streams}
+        check_inputs(recipe(data | {"max_bad_rows": 1}, model={"name": "model"}))
+        with pytest.raises(InputError, match="columns there: note;"):
+            check_inputs(recipe(data, model={"name": "model"}))
+
+
+def test_a_data_set_on_the_hub_that_cannot_be_asked_for_its_commit_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="user/corpus is neither on this machine nor reachable on the hub"):
+        corpus_digest(Source(path="user/corpus"))
 
 
 def test_check_says_which_process_reads_what(folder: Path) -> None:

@@ -114,7 +114,7 @@ def test_what_is_not_held_still_holds_what_rounding_cannot_touch(tmp_path: Path,
 def a_recipe(tmp_path: Path, **changes: Any) -> Recipe:
     (tmp_path / "model").mkdir(exist_ok=True)
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "b"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "b"}\n' * 24)
     values: dict[str, Any] = {
         "task": "text_classification",
         "model": {"name": str(tmp_path / "model")},

@@ -244,7 +244,7 @@ def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
     counts = [encode(rows, tmp_path / str(processes), processes) for processes in (1, 3)]
     assert counts[0] == counts[1] and counts[0].documents == len(rows)
     files = [encoded_files(tmp_path / folder) for folder in ("1", "3")]
-    assert len(files[0]) == 5
+    assert len(files[0]) == 1 + 8  # the first chunk is short, so that processes start soon
     for one, other in zip(*files, strict=True):
         assert one.name == other.name and one.read_bytes() == other.read_bytes()
 

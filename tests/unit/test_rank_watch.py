@@ -98,3 +98,10 @@ def test_only_ranks_of_this_launch_are_looked_at(tmp_path: Path) -> None:
     watch.look()
     assert watch.lost == [1, 3]
     assert watch.told().startswith("ranks 1, 3 died")
+
+
+def test_ranks_that_had_no_place_to_say_why_are_not_taken_for_killed(tmp_path: Path) -> None:
+    watch = RankWatch(RunFolder(tmp_path / "run"), "ours")
+    watch.lost = [1]
+    (tmp_path / "run").symlink_to("/dev/full")
+    assert watch.told().startswith(f"rank 1 failed and could not record why, as {tmp_path / 'run'} takes no files")

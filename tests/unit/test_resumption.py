@@ -12,6 +12,7 @@ import pytest
 
 from ftcli.checkpoint_folder import checkpoint_path, read_state, restate
 from ftcli.errors import DiskError, InputError
+from ftcli.faults import StopRequest
 from ftcli.recipe import Recipe
 from ftcli.resumption import belongs_to, check_rows, find_start, is_done, machine_hints, recipe_changes
 from ftcli.run_folder import LOCK, ORIGIN, RunFolder, show_run
@@ -303,6 +304,16 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_nothing_half_written(tmp_p
     with pytest.raises(DiskError, match="status.json could not be written: Is a directory"):
         RunFolder(tmp_path).write_status("running", 1, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
+
+
+def test_what_cannot_be_cleaned_up_hides_no_error(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with pytest.raises(DiskError, match="the first"), folder.taken(), StopRequest.listening(folder):
+        folder.claim()
+        for path in (tmp_path / LOCK, folder.stop_file):  # folders cannot be unlinked, as nothing on a read-only disk
+            path.unlink(missing_ok=True)
+            path.mkdir()
+        raise DiskError("the first")
 
 
 def test_final_weights_that_a_run_went_on_from_are_told_where_they_are_exported(

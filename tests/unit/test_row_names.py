@@ -60,6 +60,9 @@ def test_rows_that_are_held_out_are_jumped_over(inputs: Path) -> None:
 def test_an_image_of_a_folder_is_named_by_its_own_file(inputs: Path) -> None:
     run = run_of(inputs, {"train": str(inputs / "images")}, "vit")
     assert run.flags.name_rows([0, 29]) == [str(inputs / "images/green/1.png"), str(inputs / "images/red/8.png")]
+    (inputs / "images").rename(inputs / "elsewhere")  # it is not listed for every step that is named
+    assert run.flags.name_rows([29]) == [str(inputs / "images/red/8.png")]
+    (inputs / "elsewhere").rename(inputs / "images")
 
 
 def test_a_row_of_a_stream_is_named_by_its_file(inputs: Path) -> None:

@@ -1,0 +1,129 @@
+"""A hub for tests: one data set, served over HTTP on this machine with the few answers that reading it asks for.
+
+What is asked for was learned from `huggingface_hub` and `datasets`; only the standard library is used here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub:
+    """The files of one data set by path, and what was asked of the server, in order."""
+
+    def __init__(self, name: str, files: dict[str, bytes]) -> None:
+        self.name, self.files, self.asked = name, files, list[str]()
+        self.address, self.commit = "", COMMIT
+
+    def environment(self, home: str) -> dict[str, str]:
+        """Return the variables with which a process takes this for the hub, and keeps what it fetches in `home`."""
+        quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+        return {"HF_ENDPOINT": self.address, "HF_HOME": home, "HF_HUB_OFFLINE": "0", **quiet}
+
+    def info_of(self, path: str) -> dict[str, Any]:
+        """Return what the hub says of a file."""
+        content = self.files[path]
+        return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+    def listed(self, folder: str, *, recursive: bool) -> list[dict[str, Any]] | None:
+        """Return the entries of a folder; None where there is none."""
+        prefix = f"{folder}/" if folder else ""
+        below = [path for path in sorted(self.files) if path.startswith(prefix)]
+        folders = {path[: path.index("/", len(prefix))] for path in below if "/" in path[len(prefix) :]}
+        found = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)]
+        found += [self.info_of(path) for path in below if recursive or "/" not in path[len(prefix) :]]
+        return found or None
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """Serve a hub while the block runs; its `address` is known inside."""
+
+    class Handler(_Handler):
+        pass
+
+    Handler.hub = hub
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        hub.address = f"http://127.0.0.1:{server.server_port}"
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield hub
+        server.shutdown()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def do_HEAD(self) -> None:
+        self._file()
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        path, name = unquote(address.path), self.hub.name
+        self.hub.asked.append(f"GET {self.path} {self.headers.get('Range', '')}".strip())
+        if path.startswith(f"/datasets/{name}/resolve/"):
+            self._file()
+        elif path.startswith(f"/api/datasets/{name}/tree/"):
+            _, _, folder = path.removeprefix(f"/api/datasets/{name}/tree/").partition("/")
+            recursive = parse_qs(address.query).get("recursive", ["false"])[0].lower() == "true"
+            self._json(self.hub.listed(folder, recursive=recursive))
+        elif path == f"/api/datasets/{name}" or path.startswith(f"/api/datasets/{name}/revision/"):
+            siblings = [{"rfilename": file} for file in sorted(self.hub.files)]
+            self._json({"id": name, "sha": self.hub.commit, "private": False, "gated": False, "siblings": siblings})
+        else:
+            self._missing("RepoNotFound")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.hub.asked.append(f"POST {self.path} {body}")
+        asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
+        self._json([self.hub.info_of(path) for path in asked if path in self.hub.files])
+
+    def _file(self) -> None:
+        path = unquote(urlsplit(self.path).path).removeprefix(f"/datasets/{self.hub.name}/resolve/").partition("/")[2]
+        if path not in self.hub.files:
+            self._missing("EntryNotFound")
+            return
+        content = self.hub.files[path]
+        first, last = 0, len(content) - 1
+        if wanted := self.headers.get("Range"):
+            begin, _, end = wanted.removeprefix("bytes=").partition("-")
+            first, last = int(begin), min(int(end or last), last)
+        more = {"Content-Range": f"bytes {first}-{last}/{len(content)}"} if wanted else {}
+        tag = hashlib.sha1(content).hexdigest()
+        self._answer(
+            206 if wanted else 200,
+            content[first : last + 1],
+            {"ETag": f'"{tag}"', "X-Repo-Commit": self.hub.commit, "Accept-Ranges": "bytes", **more},
+        )
+
+    def _json(self, value: Any) -> None:
+        if value is None:
+            self._missing("EntryNotFound")
+        else:
+            self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _missing(self, code: str) -> None:
+        self._answer(404, b"", {"X-Error-Code": code, "X-Error-Message": "not here", "X-Repo-Commit": self.hub.commit})
+
+    def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing."""

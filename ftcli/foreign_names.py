@@ -8,6 +8,10 @@ holds it.
 from __future__ import annotations
 
 RENAMED = {
+    "activation_checkpointing": "model.gradient_checkpointing",
+    "activation_offloading": "model.activation_offloading",
+    "enable_activation_checkpointing": "model.gradient_checkpointing",
+    "enable_activation_offloading": "model.activation_offloading",
     "adapter_name_or_path": "adapter.path",
     "adam_beta1": "optimizer.betas",
     "adam_beta2": "optimizer.betas",
@@ -93,6 +97,7 @@ _PROFILE = "that is a fact about machines: it belongs in a profile (--profile)"
 
 EXPLAINED = {
     "accelerator_config": _PROFILE,
+    "auto_find_batch_size": "write batch.micro_size: auto",
     "bf16": "write precision: bf16",
     "ddp_find_unused_parameters": _PROFILE,
     "deepspeed": _PROFILE,

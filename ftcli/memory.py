@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import InputError
+
 if TYPE_CHECKING:
     from .planning import Plan
     from .profiles import Shares
@@ -91,12 +93,24 @@ class Sizes:
 
 
 def stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor in a folder's safetensors files, from their headers."""
+    """Return the shape of every tensor in a folder's safetensors files, from their headers.
+
+    Raises `InputError` for a file that has none.
+    """
     found: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            length = int.from_bytes(file.read(8), "little")
+            header = _json(path, file.read(length) if length <= path.stat().st_size else b"")
         found |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return found
+
+
+def _json(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(content)
+    except ValueError as error:
+        raise InputError(f"model.name: {path} cannot be read", hint="is the model whole?") from error
     return found
 
 
@@ -107,7 +121,7 @@ def sizes_in(folder: Path, recipe: Recipe) -> Sizes:
     """
     shapes = stored_shapes(folder)
     config = folder / "config.json"
-    shape = Shape.of(json.loads(config.read_text(encoding="utf-8"))) if config.is_file() else None
+    shape = Shape.of(_json(config, config.read_bytes())) if config.is_file() else None
     total = sum(math.prod(size) for size in shapes.values())
     if recipe.adapter.type == "none":
         return Sizes(total, 0, shape)

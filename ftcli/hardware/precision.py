@@ -4,9 +4,10 @@
     fp32        float32             float32                 float32                        float32
     bf16        float32             autocast to bfloat16    float32                        float32
     fp16        float32             autocast to float16     float32, of a scaled loss      float32
-    bf16_pure   bfloat16            bfloat16                bfloat16                       float32
+    bf16_pure   bfloat16 *          bfloat16                bfloat16                       float32
     fp8         float32             as bf16, but float8.py  float32                        float32
 
+* Lower bits of the weights beside them, and the second moment in float32 (adamw_bf16.py).
 Frozen weights keep the dtype they are loaded in. Accelerate and DeepSpeed are told to leave precision alone.
 """
 

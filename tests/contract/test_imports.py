@@ -47,6 +47,7 @@ LIGHT_MODULES = [
     "launcher",
     "launch_command",
     "machines",
+    "memory",
     "supervision",
     "rank_watch",
     "heartbeat",

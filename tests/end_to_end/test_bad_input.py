@@ -157,6 +157,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         IMAGE | {"model": {"name": "mobilenet", "gradient_checkpointing": True}},
         ("model.gradient_checkpointing", "set it to none"),
     ),
+    "an optimizer for GPUs": (
+        {"optimizer": {"name": "adamw_8bit", "learning_rate": 1e-3}},
+        ("adamw_8bit needs a GPU",),
+    ),
     "no such modules": ({"adapter": {"type": "lora", "target_modules": ["nope"]}}, ("adapter.target_modules", "nope")),
     "a tracker that is not installed": ({"log": {"trackers": ["mlflow"]}}, ("mlflow is not installed", "pip install")),
     "an output that is a file": ({"output": "chats.jsonl"}, ("chats.jsonl is a file", "--output")),

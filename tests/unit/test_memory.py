@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ftcli.errors import InputError
 from ftcli.memory import MODES, Estimate, Shape, Sizes, choose, estimate, sizes_in
 from ftcli.planning import derive_plan
 from ftcli.profiles import Shares, load_profile, profile_from_environment
@@ -129,6 +130,22 @@ def test_sizes_are_those_of_the_files_and_an_adapter_is_a_small_part(tmp_path: P
     adapted = sizes_in(folder, recipe(adapter={"type": "lora", "r": 2}))
     inputs_and_outputs = 2 * (64 + 48 + 48 + 64 + 3 * (63 + 32))
     assert (adapted.trained, adapted.frozen_bytes) == (2 * inputs_and_outputs, 4 * whole.trained)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_cannot_be_read_is_told_by_name(name: str, tmp_path: Path) -> None:
+    folder = save_tiny_causal(tmp_path)
+    (folder / name).write_bytes(b"rubbish, and long enough to be a length")
+    with pytest.raises(InputError, match=f"{name} cannot be read"):
+        sizes_in(folder, recipe())
+
+
+def test_moments_of_8_bits_take_two_bytes_and_only_beside_float32_weights() -> None:
+    packed = {"name": "adamw_8bit", "learning_rate": 1e-3}
+    found = estimate(recipe(optimizer=packed), Sizes(1000, 0, None), Shares(), rows=1, tokens=1, mode="none")
+    assert found.parts["optimizer"] == 2000
+    with pytest.raises(ValueError, match="adamw_8bit steps float32 weights"):
+        recipe(optimizer=packed, precision="bf16_pure")
 
 
 def test_an_estimate_reads_as_one_line() -> None:

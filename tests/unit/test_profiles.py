@@ -353,6 +353,15 @@ def test_pure_bf16_is_refused_where_deepspeed_keeps_the_optimizer_on_the_host() 
         assert check_pair(a_recipe("bf16_pure"), load_profile(name)) == []
 
 
+def test_moments_of_8_bits_are_refused_where_weights_are_flattened_or_on_the_host() -> None:
+    packed = a_recipe().model_copy(update={"optimizer": Optimizer(name="adamw_8bit", learning_rate=1e-4)})
+    for name in ("zero2", "zero3", "zero3_offload", "fsdp_offload"):
+        (problem,) = check_pair(packed, load_profile(name))
+        assert "adamw_8bit cannot run on this profile" in problem.what and "ddp or fsdp" in problem.hint
+    for name in ("single", "ddp", "fsdp", "hsdp"):
+        assert check_pair(packed, load_profile(name)) == []
+
+
 def test_keys_of_fsdp_config_may_lack_their_prefix_as_accelerate_allows() -> None:
     Path("p.yaml").write_text("distributed_type: FSDP\nfsdp_config: {version: 2, offload_params: false}\n")
     assert load_profile("p.yaml").values["fsdp_config"] == {"fsdp_version": 2, "fsdp_offload_params": False}

@@ -28,7 +28,7 @@ def check_row_counts(recipe: Recipe, *, may_split: bool) -> None:
     data = recipe.data
     needed = data.eval_rows + recipe.batch.global_size
     counts = [] if data.streaming else [count_rows(source, needed) for source in data.train_sources]
-    known = [count for count in counts if count is not None]
+    known = [count for count in counts if count]  # a source without rows is told when it is read, as such
     if not counts or len(known) < len(counts) or sum(known) >= needed:
         return
     left = sum(known) - data.eval_rows
@@ -55,13 +55,13 @@ def count_rows(source: Source, most: int) -> int | None:
     if path.suffix == ".parquet":
         rows = _parquet_rows(path)
         return None if rows is None else min(rows, most)
-    with path.open(encoding="utf-8-sig", errors="replace", newline="" if path.suffix == ".csv" else None) as file:
-        if path.suffix == ".json":
-            return _listed_objects(file, most)
-        try:
+    try:
+        with path.open(encoding="utf-8-sig", newline="" if path.suffix == ".csv" else None) as file:
+            if path.suffix == ".json":
+                return _listed_objects(file, most)
             return sum(1 for _ in islice(_lines(file, path.suffix), most))
-        except csv.Error:  # a longer field than its reader takes
-            return None
+    except (UnicodeDecodeError, csv.Error):  # no text, or a longer field than csv's reader takes: told with its row
+        return None
 
 
 def _lines(file: IO[str], suffix: str) -> Iterator[Any]:

@@ -220,7 +220,8 @@ def test_a_disk_of_checkpoints_that_goes_away_ends_the_run_and_those_that_stand_
     command += ["--set", f"checkpoint.background={background}"]
     with monkeypatch.context() as trouble, pytest.raises(SystemExit) as end:
         trouble.setenv("DO_AT", "5")
-        trouble.setenv("DO", f"mv {disk} {disk}-gone; touch {disk}")
+        saved = disk / "step-000004" / "COMPLETE"  # in the background
+        trouble.setenv("DO", f"until [ -e {saved} ]; do sleep 0.05; done; mv {disk} {disk}-gone; touch {disk}")
         main(command)
     told = capsys.readouterr().err
     assert end.value.code == 1 and "Traceback" not in told

@@ -202,7 +202,8 @@ faults.watch_peers(sys.argv[1])
 began = time.monotonic()
 record = {"rank": 1, "time": time.time() + float(sys.argv[2]), "exit_code": 1, "message": "m", "traceback": ""}
 errors = Path(sys.argv[1], "errors"); errors.mkdir(exist_ok=True)
-(errors / "rank-1.json").write_text(json.dumps(record))
+(errors / ".rank-1").write_text(json.dumps(record))
+(errors / ".rank-1").replace(errors / "rank-1.json")  # as a rank writes it: whole, or not there
 import os; os._exit = lambda code, exit=os._exit: (print(time.monotonic() - began, flush=True), exit(code))
 time.sleep(7)
 """

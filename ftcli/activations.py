@@ -42,8 +42,11 @@ def fit_activations(
     """
     shares = profile_of_process(os.environ).shares(plan.processes)
     sizes, tokens = _sizes(model), _longest(recipe, rows)
-    found = [size for size in hardware.ranks.collect(_capacity(hardware)) if size is not None]
-    able, capacity = can_recompute(model), min(found, default=None)
+    capacities, trained, frozen = zip(
+        *hardware.ranks.collect((_capacity(hardware), sizes.trained, sizes.frozen_bytes)), strict=True
+    )
+    sizes = Sizes(max(trained), max(frozen), sizes.shape)  # ties and dtypes may not be made on every rank yet
+    able, capacity = can_recompute(model), min((size for size in capacities if size is not None), default=None)
     mode, told = choose(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, able=able)
     recompute(model, mode)
     if recipe.model.activation_offloading:

@@ -81,6 +81,8 @@ def unpack(state: dict[str, Any], kind: str) -> Tensor:
     import bitsandbytes  # noqa: F401
 
     packed, signed = here(state[kind]), SIGNED[kind]
+    if not packed.numel():  # a shard that this rank has no part of; the kernel takes no such thing
+        return torch.empty_like(packed, dtype=torch.float32)
     scales, values = absmax(state, kind), code(signed, packed.device)
     found: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(packed, scales, values, BLOCK, torch.float32)
     return found

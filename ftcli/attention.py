@@ -73,11 +73,13 @@ def is_best_flat(model: nn.Module, recipe: Recipe) -> bool:
     A mask would take the time and memory of the square of the longest row, and no flash kernel takes one.
     """
     import torch
+    from accelerate.state import AcceleratorState, is_initialized
 
     if recipe.data.packing or recipe.data.padding_free is not None:
         return is_flat(recipe)
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not torch.cuda.is_available() or recipe.model.attn_implementation not in (None, "sdpa"):
+    on_gpu = AcceleratorState().device.type == "cuda" if is_initialized() else torch.cuda.is_available()
+    if not on_gpu or recipe.model.attn_implementation not in (None, "sdpa"):
         return False
     return _problem(inner.config.to_dict(), recipe, "") is None and document_kernel(inner, recipe, "cuda") is not None
 
@@ -126,6 +128,9 @@ def _problem(config: dict[str, Any], recipe: Recipe, key: str) -> InputError | N
             f"{key}: documents in one row are not known to stay apart in a model of type {kind}",
             hint=f"set {key} to false; supported: {', '.join(sorted(ARCHITECTURES))}",
         )
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        told = f"{key}: this model's attention is not causal, and that of documents in one row is"
+        return InputError(told, hint=f"set {key} to false")
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if (scaling := rotary.get("rope_type", rotary.get("type"))) in DYNAMIC_ROTARY:
         longest = config.get("original_max_position_embeddings") or rotary.get("original_max_position_embeddings")

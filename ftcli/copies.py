@@ -44,7 +44,7 @@ class Copies:
             assert copy is not None
             batch, padding = copy.arrived(), copy.padding
             copy = self._start(batches[number + 1]) if number + 1 < len(batches) else None
-            with told(padding):
+            with told(padding, batch.get("attention_mask")):
                 yield batch
 
     def _start(self, batch: Batch) -> _Copy:

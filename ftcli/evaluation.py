@@ -51,8 +51,9 @@ def evaluate(run: Run) -> dict[str, float]:
             run.heart.beat("evaluating", run.heart.now.step)
             asked = run.hardware.ranks.sum_later([int(run.stop.requested())])
             ids = batch.pop("sample_ids")
-            with told(padding_of(batch)):
-                values = run.task.eval_step(run.model, run.to_device(batch)) | {"id": ids}
+            there = run.to_device(batch)
+            with told(padding_of(batch), there.get("attention_mask")):
+                values = run.task.eval_step(run.model, there) | {"id": ids}
             for name, value in values.items():
                 collected.setdefault(name, []).append(value.cpu().numpy())
             if asked()[0]:

@@ -76,6 +76,7 @@ def use_liger(model: nn.Module, recipe: Recipe, *, on_gpu: bool) -> list[str]:
     kind = getattr(getattr(inner, "config", None), "model_type", "unknown")
     check_liger(recipe, kind, on_gpu=on_gpu)
     if (problem := liger_problem(recipe, kind, on_gpu=on_gpu)) is not None:
+        rotate_as_before(inner)
         return [f"Liger kernels: none, {problem}"] if recipe.model.use_liger_kernel else []
     counts = replace(inner, kind)
     return [f"Liger kernels: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}"]
@@ -140,6 +141,13 @@ def _rotate_on_gpus(room: Any) -> bool:
     return True
 
 
+def rotate_as_before(model: nn.Module) -> None:
+    """Give the files of transformers that a model's layers stand in their own rotary positions back."""
+    for room in {sys.modules[type(module).__module__] for module in model.modules()}:
+        if isinstance(found := getattr(room, "apply_rotary_pos_emb", None), _Rotary):
+            room.apply_rotary_pos_emb = found.original  # type: ignore[attr-defined]
+
+
 class _Rotary:
     """transformers' function for tensors on the CPU, Liger's for others."""
 
@@ -152,5 +160,7 @@ class _Rotary:
             return rotated
         from liger_kernel.transformers.functional import liger_rope
 
-        result: tuple[Tensor, Tensor] = liger_rope(q, k, cos, sin, None, unsqueeze_dim)
+        # Liger writes its result over what it is given, and tells nobody: that may be a product that selective
+        # checkpointing keeps, which would be rotated once more in the backward pass.
+        result: tuple[Tensor, Tensor] = liger_rope(q.clone(), k.clone(), cos, sin, None, unsqueeze_dim)
         return result

@@ -25,10 +25,10 @@ USABLE = 0.9  # of a device's memory: the rest is the driver's, communication's,
 PIECE = 2**28  # logits that exist at once, as in linear_nll.py
 LANGUAGE = ("sft", "pretrain")  # tasks whose loss needs logits of the whole vocabulary
 OUTSIDE = ("embed", "wte", "wpe", "lm_head")  # in the names of matrices that adapters leave alone
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2}
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2, "fp8": 2}
 # Bytes that a layer keeps for each of its H beside what attention and the inner products keep: norms, residuals,
 # inputs of products. Seen in Llama, Qwen 3, GPT-2, BERT and ViT by counting live storages.
-RESIDUAL_BYTES = {"fp32": 24, "bf16": 26, "fp16": 26, "bf16_pure": 16}
+RESIDUAL_BYTES = {"fp32": 24, "bf16": 26, "fp16": 26, "bf16_pure": 16, "fp8": 26}
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,14 @@ def choose(
     found = {mode: estimate(recipe, sizes, shares, rows=rows, tokens=tokens, mode=mode) for mode in MODES}
     room = "" if capacity is None else f" of {capacity / 1e9:.2f}"
     if wanted != "auto":
-        mode, why = wanted, "as the recipe says"
+        mode, why = wanted, "as set"
     elif recipe.model.activation_offloading and able:
         mode, why = "full", "auto: only inputs of layers wait on the host"
     elif not able:
         mode, why = "none", "auto: this model cannot compute its layers again"
     else:
-        mode = next((way for way in MODES if found[way].total <= limit), MODES[-1])
+        ways = [way for way in MODES if way != "selective" or not recipe.model.torch_compile]  # they exclude each other
+        mode = next((way for way in ways if found[way].total <= limit), MODES[-1])
         why = "auto: no device to ask" if capacity is None else f"auto: {_why(mode, found, limit)}"
     told = str(found[mode]).replace(" a process", f"{room} a process", 1)
     held = f"{rows} row{'s' * (rows > 1)} of {tokens} tokens" if sizes.shape else "activations not known"

@@ -2,8 +2,9 @@
 
 A trial is a run of its own that is thrown away: it is prepared as any other, makes windows of the longest rows, and
 measures what they take; no number of it reaches the real run. Memory grows with rows along a line, so that two
-measurements tell where to look, and devices are not filled until they fail: a rank that fails inside a collective would
-leave the others waiting. The plan then takes a divisor of each process's share, as ever, so the curve stays.
+measurements tell where to look, four times as many rows at most, and devices are not filled until they fail: a rank
+that fails inside a collective would leave the others waiting. The plan then takes a divisor of each process's share,
+as ever, so the curve stays.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from .copies import Copies
+from .errors import InputError
 from .hardware.out_of_memory import out_of_memory_told
 from .loaders import Collate, Rows
 from .packing import lengths_of
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from .tasks.protocol import Batch
 
 RECORD = "micro_size.json"  # in the run folder: what was found, and for what
+LEAP = 4  # a line through small sizes tells little of sizes so many times as large
 SPARED = 0.06  # of a device's memory that a window must leave free: tensors do not lie without gaps
 
 
@@ -85,15 +90,41 @@ def settle_micro_size(
         return recipe, []
     if cpu or not torch.cuda.is_available() or weights is not None:
         return settled(recipe, AUTO_SIZE), [f"batch.micro_size auto: at most {AUTO_SIZE} rows, untried: no GPU trains"]
-    path, key = None if output is None else Path(output) / RECORD, _conditions(recipe)
-    if path is not None and path.exists() and (known := json.loads(path.read_text(encoding="utf-8")))["for"] == key:
+    key = _conditions(recipe)
+    if output is not None and (known := _known(Path(output) / RECORD, key)) is not None:
         size, mode = known["micro_size"], known["gradient_checkpointing"]
-        return settled(recipe, size, mode), [f"batch.micro_size auto: {size} rows, as found before ({path.name})"]
+        return settled(recipe, size, mode), [f"batch.micro_size auto: {size} rows, as found before ({RECORD})"]
     size, mode, told = try_out(recipe, DeviceMeter, cpu=cpu)
-    if output is not None and int(os.environ.get("RANK", "0")) == 0:
+    if output is not None and int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once where machines share the folder not
         found = {"micro_size": size, "gradient_checkpointing": mode, "found": told, "for": key}
-        RunFolder(output).write_json(RECORD, found)
+        RunFolder(output).write_json(RECORD, found | {"device_bytes": _device_bytes()})
     return settled(recipe, size, mode), [told]
+
+
+def _known(path: Path, key: str) -> dict[str, Any] | None:
+    """Return what was found before for the same `key`; None: nothing.
+
+    All ranks must come to the same answer, and none can be asked yet. So of the device only its size counts: a smaller
+    one than that of before means a trial where no other rank is, else an `InputError`.
+    """
+    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if known.get("for") != key:
+        return None
+    if _device_bytes() >= 0.98 * known["device_bytes"]:
+        return known
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    before, now = known["device_bytes"] / 1e9, _device_bytes() / 1e9
+    raise InputError(
+        f"batch.micro_size auto was found on devices of {before:.0f} GB, and this one has {now:.0f}",
+        where=str(path),
+        hint="delete that file, and it is tried anew, or set batch.micro_size to a number",
+    )
+
+
+def _device_bytes() -> int:
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()  # none is chosen yet
+    return int(torch.cuda.get_device_properties(index).total_memory)
 
 
 def try_out(recipe: Recipe, meter_of: Callable[[], Meter], *, cpu: bool) -> tuple[int, str, str]:
@@ -118,16 +149,16 @@ def _try_on(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, str, str]:
     limit, rows = min(ranks.collect(meter.limit)), _longest(run, share)
 
     def measure(size: int) -> int | None:
+        run.plan = replace(run.plan, micro_size=max(size, 1))  # what is told when the memory does not suffice
         meter.start()
-        if size:
-            try:
-                _window(run, rows, size, 2 if size < share else 1)
-            except torch.OutOfMemoryError:
-                if size == 1 or ranks.world > 1:  # others may wait for this rank: all must end
-                    raise
-                run.optimizer.zero_grad()
-                return None
-        return max(ranks.collect(meter.peak() if size else meter.held()))
+        try:
+            held = _window(run, rows, max(size, 1), 2 if size < share else 1, meter)
+        except torch.OutOfMemoryError:
+            if size <= 1 or ranks.world > 1:  # others may wait for this rank: all must end
+                raise
+            run.optimizer.zero_grad()
+            return None
+        return max(ranks.collect(meter.peak() if size else held))
 
     with out_of_memory_told(run):
         size, seen = largest_that_fits([n for n in range(1, share + 1) if share % n == 0], measure, limit)
@@ -140,10 +171,11 @@ def _try_on(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, str, str]:
 def largest_that_fits(
     sizes: list[int], measure: Callable[[int], int | None], limit: int
 ) -> tuple[int, dict[int, int | None]]:
-    """Return (the largest of `sizes` that takes no more than `limit`, what was measured); 0 rows are measured too.
+    """Return (the largest of `sizes` that takes no more than `limit`, what was measured).
 
-    The line through the two largest that fit tells which to try next. `measure` returns None for what does not fit at
-    all. The smallest size is returned even when it takes more than the limit: it ran.
+    For 0 rows that is what is there whatever their number. The line through the two largest that fit tells which to
+    try next, `LEAP` times as many at most. `measure` returns None for what does not fit at all. The smallest size is
+    returned even when it takes more than the limit: it ran.
     """
     seen: dict[int, int | None] = {0: measure(0), sizes[0]: measure(sizes[0])}
     below = sizes[-1] + 1  # this size and above are known not to fit
@@ -154,7 +186,8 @@ def largest_that_fits(
     while len(known := fitting()) > 1:
         (a, low), (b, high) = known[-2:]
         slope = max((high - low) / (b - a), 0)
-        wanted = [size for size in sizes if b < size < below and high + slope * (size - b) <= limit]
+        nearby = [size for size in sizes if b < size < below and size <= LEAP * b]
+        wanted = [size for size in nearby or sizes if b < size < below and high + slope * (size - b) <= limit]
         if not wanted:
             break
         seen[wanted[-1]] = peak = measure(wanted[-1])
@@ -163,8 +196,11 @@ def largest_that_fits(
     return max(known[-1][0], sizes[0]), seen
 
 
-def _window(run: Run, rows: list[Any], size: int, count: int) -> None:
-    """Make one optimizer step of `count` micro-batches of `size` rows, as the loop does."""
+def _window(run: Run, rows: list[Any], size: int, count: int, meter: Meter) -> int:
+    """Make one optimizer step of `count` micro-batches of `size` rows, as the loop does.
+
+    Returns the bytes that are held between its last backward pass and its step: weights, gradients, optimizer state.
+    """
     accelerator, model = run.hardware.accelerator, run.model
     accelerator.gradient_accumulation_steps, accelerator.step = count, 0
     batch: Batch = Collate(run.task)(rows[:size])
@@ -172,13 +208,17 @@ def _window(run: Run, rows: list[Any], size: int, count: int) -> None:
     model.train()
     for group in run.optimizer.param_groups:
         group["lr"] = 0.0
-    for _ in range(count):
+    held = 0
+    for one in run.hardware.micro_batches(Copies(accelerator.device).ahead([batch] * count)):
         with accelerator.accumulate(model):
-            loss = run.task.loss(model, run.to_device(batch)).sum()
-            run.hardware.backward(loss / max(1, count * run.task.count(batch)))
+            loss = run.task.loss(model, one).sum()
+            run.hardware.backward(loss / max(1, count * run.task.count(one)))
+        del loss
+        held = meter.held()
     run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
+    return held
 
 
 def _longest(run: Run, count: int) -> list[Any]:
@@ -212,16 +252,15 @@ def settled(recipe: Recipe, size: int, mode: str | None = None) -> Recipe:
 
 
 def _conditions(recipe: Recipe) -> str:
-    """Return a digest of all that decides how many rows fit; touches no device, of which none is chosen yet."""
-    device = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    """Return a digest of what decides how many rows fit and is the same on every rank."""
+    values = profile_of_process(os.environ).values
     parts = {
         "recipe": recipe.model_dump(
             mode="json",
             include={"task", "task_options", "precision", "model", "adapter", "data", "batch", "optimizer"},
         ),
-        "profile": profile_of_process(os.environ).values,
+        "profile": {key: value for key, value in values.items() if key != "machine_rank"},
         "world": os.environ.get("WORLD_SIZE", "1"),
-        "device": [device.name, device.total_memory],
         "torch": torch.__version__,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

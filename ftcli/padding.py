@@ -27,9 +27,9 @@ class Padding(NamedTuple):
     shape: tuple[int, ...]
 
 
-_told: list[
-    Padding
-] = []  # of the micro-batch that a model is computing; not a context variable, for autograd's threads
+# What is known of the micro-batch that a model is computing, and its mask as the model is given it. Not a context
+# variable, because of autograd's threads.
+_told: list[tuple[Padding, torch.Tensor]] = []
 
 
 def padding_of(batch: Batch) -> Padding | None:
@@ -45,19 +45,20 @@ def padding_of(batch: Batch) -> Padding | None:
 
 
 @contextmanager
-def told(padding: Padding | None) -> Iterator[None]:
-    """Let models know in this block how the batch that they compute is padded."""
-    _told[:] = [] if padding is None else [padding]
+def told(padding: Padding | None, mask: torch.Tensor | None) -> Iterator[None]:
+    """Let models know in this block how the batch with this very `mask` (on its device) is padded."""
+    _told[:] = [] if padding is None or mask is None else [(padding, mask)]
     try:
         yield
     finally:
         _told.clear()
 
 
-def listen() -> None:
+def listen(model: torch.nn.Module) -> None:
     """Let transformers' masks for PyTorch's attention heed what is `told`; without that they are what they were.
 
-    To be called when every attention that a model may use is registered; again does no harm.
+    To be called when every attention that a model may use is registered; again does no harm. A model that is given
+    another mask than that of its batch, by a task that changes it, is told nothing.
     """
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
@@ -65,6 +66,12 @@ def listen() -> None:
     for name, function in dict(ALL_MASK_ATTENTION_FUNCTIONS).items():
         if function in (sdpa_mask, eager_mask):
             AttentionMaskInterface.register(name, _heeding(function))
+    model.register_forward_pre_hook(_forget_another, with_kwargs=True)
+
+
+def _forget_another(model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if _told and kwargs.get("attention_mask") is not _told[0][1]:
+        _told.clear()
 
 
 def _heeding(function: Any) -> Any:
@@ -73,7 +80,7 @@ def _heeding(function: Any) -> Any:
     def mask(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("attention_mask")
         if _told and given is not None and not args:
-            where, shape = _told[0]
+            where, shape = _told[0][0]
             if tuple(given.shape) == shape and kwargs["q_length"] == kwargs["kv_length"] == shape[1]:
                 if where == "nowhere" or kwargs.get("allow_is_causal_skip", True):
                     kwargs["attention_mask"] = None

@@ -94,6 +94,15 @@ class Model(Section):
         f"gradient_checkpointing full (which auto then is) that is the inputs of layers only. {MACHINE_HINT}",
     )
 
+    @model_validator(mode="after")
+    def _compiled_layers_are_kept_or_not_at_all(self) -> Model:
+        if self.torch_compile and self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "gradient_checkpointing selective does not go with torch_compile, whose kernels hide what it would "
+                "keep: set it to none or full, or leave it out"
+            )
+        return self
+
 
 class Adapter(Section):
     """Which few weights are trained instead of the whole model (peft)."""

@@ -83,7 +83,8 @@ def first_columns(source: Source, *, most_bad: int = 0) -> list[str] | None:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
-                return list(next(csv.DictReader(line.replace("\0", "") for line in file), {})) or None
+                row = next(csv.DictReader(line.replace("\0", "") for line in file), {})
+                return [name for name in row if name is not None] or None  # None: cells behind the last column
             if path.suffix == ".txt":
                 return ["text"]
             start = file.read(FIRST_CHARACTERS).lstrip().removeprefix("[")

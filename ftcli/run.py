@@ -172,10 +172,12 @@ def prepare(
     world = int(os.environ.get("WORLD_SIZE", "1"))
     derive_plan(loaded, world)  # what cannot be shared out is told before rows are prepared
     task = build_task(loaded)
-    check_metric(loaded, type(task))
+    if weights is None:  # what is only measured keeps no checkpoint, and answers no prompts
+        check_metric(loaded, type(task))
     prompts = encode_prompts(loaded, task)
     rows = prepare_rows(loaded, task)
-    check_metric(loaded, type(task), rows.labels.get("eval", []))
+    if weights is None:
+        check_metric(loaded, type(task), rows.labels.get("eval", []))
     plan = derive_plan(loaded, world, rows.train_rows)
     first_step = 0 if start is None else _first_step(start, rows, anyway=resume_anyway)
     rows = _one_evaluation_batch(rows, plan) if dry_run else rows
@@ -284,7 +286,7 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
             weights=weights,
         )
     task.finish_model(model)
-    listen()
+    listen(model)
     return model.train()
 
 

@@ -130,7 +130,7 @@ class Hardware:
         device = self.accelerator.device
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
         elif device.type != "cpu":
             torch.manual_seed(seed)
 

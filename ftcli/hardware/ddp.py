@@ -29,7 +29,8 @@ BUCKET_MB = 128
 def options() -> dict[str, Any]:
     """Return what the Accelerator is made with.
 
-    Gradients are views of the buckets: no copy, and one gradient in memory. `static_graph` is left alone: it spares
+    Gradients become views of the buckets when they are summed; before, those of a window stand by themselves.
+    `static_graph` is left alone: it spares
     the search for unused parameters, which is off, and would hold a run to the graph of its first step.
     """
     from accelerate.utils import DistributedDataParallelKwargs

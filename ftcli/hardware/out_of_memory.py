@@ -35,7 +35,7 @@ def _remedies(run: Run) -> list[str]:
     sizes = [str(size) for size in range(1, plan.micro_size) if share % size == 0]
     told = [f"set batch.micro_size to {' or '.join(sizes)}: batch.global_size {plan.global_size} and the curve stay"]
     found = told if sizes else ["batch.micro_size is 1 row already"]
-    if run.recipe.model.gradient_checkpointing != "full":
+    if run.recomputed != "full":
         found.append("set model.gradient_checkpointing to full: less memory, more time, the same curve")
     if run.hardware.distributed_type not in ("FSDP", "DEEPSPEED"):
         found.append("train with --profile fsdp or zero3 on several GPUs: they share weights and optimizer state")

@@ -26,8 +26,8 @@ STEPS, FIRST, LAST = 16, 4, 14  # listened to from after step FIRST until after 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "packed": {"packing": True},
     "padding-free": {"padding_free": True},
-    "padded": {},
-    "padded, by a loader process": {"workers": 1},
+    "padded": {"padding_free": False},
+    "padded, by a loader process": {"padding_free": False, "workers": 1},
 }
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

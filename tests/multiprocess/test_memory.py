@@ -116,7 +116,7 @@ def test_recomputation_and_the_host_leave_every_bit(ranks: list[dict[str, Any]])
         for kind, modes in rank["modes"].items():
             for mode, (rows, told) in modes.items():
                 assert rows == modes["none"][0], (kind, mode)
-                assert f"gradient_checkpointing {mode} (as the recipe says)" in told
+                assert f"gradient_checkpointing {mode} (as set)" in told
 
 
 def test_a_trial_of_sizes_leaves_nothing_behind(ranks: list[dict[str, Any]]) -> None:

@@ -35,7 +35,7 @@ def test_models_are_told_of_a_micro_batch_only_while_it_is_the_callers() -> None
     whole, ended = torch.ones(1, 3, dtype=torch.int64), torch.tensor([[1, 1, 0]])
     seen = []
     for _ in Copies(torch.device("cpu")).ahead([{"attention_mask": whole}, {"attention_mask": ended}, {}]):
-        seen.append([known.where for known in padding._told])
+        seen.append([known.where for known, _ in padding._told])
     assert seen == [["nowhere"], ["at the end"], []] and padding._told == []
 
 

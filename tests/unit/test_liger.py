@@ -19,7 +19,7 @@ from torch import Tensor
 from ftcli import devices
 from ftcli.checks import check_inputs
 from ftcli.errors import InputError
-from ftcli.liger import NORMS, replace, use_liger
+from ftcli.liger import NORMS, _Rotary, replace, use_liger
 
 from .test_attention import tiny
 from .test_attention_kernels import recipe
@@ -91,6 +91,10 @@ def test_other_models_of_the_process_are_as_before() -> None:
     calls.clear()
     answer(second)
     assert not calls
+    room = sys.modules[type(first.model.layers[0].self_attn).__module__]
+    assert isinstance(room.apply_rotary_pos_emb, _Rotary)
+    use_liger(second, recipe("llama", model={"name": "x", "use_liger_kernel": False}), on_gpu=True)
+    assert not isinstance(room.apply_rotary_pos_emb, _Rotary), "this holds for the process: a run without it has none"
 
 
 @pytest.mark.usefixtures("installed")

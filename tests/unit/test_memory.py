@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftcli.errors import InputError
-from ftcli.memory import MODES, Estimate, Shape, Sizes, choose, estimate, sizes_in
+from ftcli.memory import MODES, USABLE, Estimate, Shape, Sizes, choose, estimate, sizes_in
 from ftcli.planning import derive_plan
 from ftcli.profiles import Shares, load_profile, profile_from_environment
 from ftcli.recipe import Recipe
@@ -151,3 +151,22 @@ def test_moments_of_8_bits_take_two_bytes_and_only_beside_float32_weights() -> N
 def test_an_estimate_reads_as_one_line() -> None:
     told = str(Estimate({"weights": 10**9, "gradients": 0, "logits": 5 * 10**8}))
     assert told == "about 1.50 GB a process (weights 1.00, logits 0.50)"
+
+
+def test_under_compiled_layers_nothing_is_recomputed_selectively() -> None:
+    shape = Sizes(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
+    for compiled, wanted in ((False, "selective"), (True, "full")):
+        asked = recipe(model={"name": "m", "torch_compile": compiled}, batch={"global_size": 8, "micro_size": 8})
+        plan = derive_plan(asked, 1)
+        kept = {mode: estimate(asked, shape, Shares(), rows=8, tokens=4096, mode=mode).total for mode in MODES}
+        room = int((kept["none"] + kept["selective"]) / 2 / USABLE)
+        assert choose(asked, shape, Shares(), plan, tokens=4096, capacity=room)[0] == wanted
+    with pytest.raises(ValueError, match="does not go with torch_compile"):
+        recipe(model={"name": "m", "torch_compile": True, "gradient_checkpointing": "selective"})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_pure", "fp8"])
+def test_every_precision_has_an_estimate(precision: str) -> None:
+    shape = Sizes(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
+    asked = recipe(precision=precision, batch={"global_size": 8, "micro_size": 8})
+    assert all(estimate(asked, shape, Shares(), rows=8, tokens=4096, mode=mode).total > 10**9 for mode in MODES)

@@ -119,3 +119,12 @@ def test_an_own_task_that_declares_no_names_is_told_at_its_first_evaluation(fold
     run = prepare(recipe("bytes", task="./mine.py"), output=folder / "run", cpu=True)
     with pytest.raises(InputError, match=r"no metric bytes\n.*It has loss, perplexity, bits$"):
         save(run, 1, evaluate(run))
+
+
+def test_weights_that_are_only_measured_need_no_metric_of_answers(folder: Path) -> None:
+    testing.save_tiny_causal(folder / "model")
+    found = recipe("answer_tokens")  # as `ftcli evaluate` prepares it: prompts are not asked
+    with pytest.raises(InputError, match="no metric answer_tokens"):
+        prepare(found, cpu=True)
+    run = prepare(found, cpu=True, weights=folder / "model")
+    assert set(evaluate(run)) == {"loss", "perplexity"}

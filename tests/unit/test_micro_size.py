@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ftcli.micro_size import _stretched, largest_that_fits, settle_micro_size, settled
+from ftcli.errors import InputError
+from ftcli.micro_size import RECORD, _known, _stretched, largest_that_fits, settle_micro_size, settled
 from ftcli.planning import derive_plan
 
 from .test_memory import recipe
@@ -32,7 +34,7 @@ def test_memory_that_grows_along_a_line_is_never_overfilled(limit: int) -> None:
     fitting = [size for size in SIZES if 20 + 10 * size <= limit]
     assert found == max(fitting, default=1)
     assert all(20 + 10 * size <= limit for size in tried[2:]), "nothing larger was tried"
-    assert len(tried) <= 4
+    assert len(tried) <= 5
 
 
 def test_what_grows_slower_later_is_looked_for_again() -> None:
@@ -43,6 +45,11 @@ def test_what_grows_slower_later_is_looked_for_again() -> None:
 def test_what_takes_more_than_the_line_said_is_left_for_less() -> None:
     assert looked_for(lambda rows: 10 + rows**2, 100)[0] == 8
     assert looked_for(lambda rows: 10 + rows if rows < 5 else None, 100)[0] == 4
+
+
+def test_a_line_that_does_not_rise_is_followed_a_few_rows_at_a_time() -> None:
+    seen = looked_for(lambda rows: 50 if rows < 8 else 10 * rows, 100)
+    assert seen == (8, [0, 1, 4, 12, 8])
 
 
 def test_one_row_is_kept_even_above_the_limit() -> None:
@@ -69,3 +76,25 @@ def test_a_document_of_a_stream_is_made_as_long_as_any_may_be() -> None:
     document: dict[str, Any] = {"input_ids": [1, 2, 3], "trained": [False, True, True], "items": 2, "source": 0}
     found = _stretched(document, 7)
     assert found["input_ids"] == [1, 2, 3, 1, 2, 3, 1] and sum(found["trained"]) == 4 and found["source"] == 0
+
+
+def found_before(folder: Path, monkeypatch: pytest.MonkeyPatch, *, size: int, world: str) -> Any:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setattr("ftcli.micro_size._device_bytes", lambda: size)  # no GPU to ask
+    return _known(folder / RECORD, "k")
+
+
+def test_what_was_found_holds_on_devices_as_large_and_smaller_ones_try_anew_or_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found_before(tmp_path, monkeypatch, size=80, world="2") is None
+    record = {"for": "k", "micro_size": 3, "gradient_checkpointing": "none", "device_bytes": 80}
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    for size in (79, 80, 140):
+        assert found_before(tmp_path, monkeypatch, size=size, world="2") == record
+    assert found_before(tmp_path, monkeypatch, size=40, world="1") is None
+    with pytest.raises(InputError, match="found on devices of 0 GB") as told:
+        found_before(tmp_path, monkeypatch, size=40, world="2")
+    assert RECORD in str(told.value) and "delete that file" in str(told.value)
+    (tmp_path / RECORD).write_text(json.dumps(record | {"for": "other"}))
+    assert found_before(tmp_path, monkeypatch, size=80, world="2") is None

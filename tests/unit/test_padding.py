@@ -42,7 +42,7 @@ def batch_of(lengths: list[int], *, left: bool = False) -> dict[str, torch.Tenso
 def outcome(model: Any, batch: dict[str, torch.Tensor], padding: Padding | None) -> tuple[torch.Tensor, list[Any]]:
     """Return the model's first output where rows have tokens, and the gradients of its sum of squares there."""
     model.zero_grad()
-    with told(padding):
+    with told(padding, batch["attention_mask"]):
         values = model(**batch)[0][batch["attention_mask"].bool()]
     (values**2).sum().backward()
     return values.detach(), [parameter.grad for parameter in model.parameters()]
@@ -66,8 +66,8 @@ def test_of_masks_of_another_kind_or_of_several_nothing_is_known() -> None:
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_model_gives_the_same_without_the_mask_of_padding_behind_rows(name: str) -> None:
-    listen()
     model = model_of(name, CAUSAL[name])
+    listen(model)
     for lengths in (LENGTHS, [7, 7]):
         batch = batch_of(lengths)
         wanted, gradients = outcome(model, batch, None)
@@ -77,8 +77,8 @@ def test_a_causal_model_gives_the_same_without_the_mask_of_padding_behind_rows(n
 
 
 def test_attention_in_both_directions_keeps_its_mask() -> None:
-    listen()
     model, batch = model_of("Bert", {}), batch_of(LENGTHS)
+    listen(model)
     model.pooler = None
     wanted, _ = outcome(model, batch, None)
     found, _ = outcome(model, batch, padding_of(batch))
@@ -88,8 +88,8 @@ def test_attention_in_both_directions_keeps_its_mask() -> None:
 
 
 def test_rows_that_are_padded_before_their_tokens_are_left_to_transformers() -> None:
-    listen()
     model, batch = model_of("Llama", CAUSAL["Llama"]), batch_of(LENGTHS, left=True)
+    listen(model)
     wanted, _ = outcome(model, batch, None)
     found, _ = outcome(model, batch, padding_of(batch))
     assert torch.equal(found, wanted)
@@ -98,9 +98,20 @@ def test_rows_that_are_padded_before_their_tokens_are_left_to_transformers() -> 
 
 
 def test_what_was_told_of_one_batch_does_not_hold_after_it() -> None:
-    listen()
     model, batch = model_of("Llama", CAUSAL["Llama"]), batch_of(LENGTHS, left=True)
+    listen(model)
     wanted, _ = outcome(model, batch, None)
-    with pytest.raises(ZeroDivisionError), told(Padding("at the end", (3, 9))):
+    with pytest.raises(ZeroDivisionError), told(Padding("at the end", (3, 9)), batch["attention_mask"]):
         raise ZeroDivisionError
     assert torch.equal(outcome(model, batch, None)[0], wanted)
+
+
+def test_a_model_that_is_given_another_mask_than_its_batch_is_told_nothing() -> None:
+    model, batch = model_of("Llama", CAUSAL["Llama"]), batch_of([9, 9, 9])
+    listen(model)
+    changed = batch["attention_mask"].clone()
+    changed[1, 4] = 0  # as a task may do on the device
+    wanted = model(**batch | {"attention_mask": changed})[0]
+    with told(padding_of(batch), batch["attention_mask"]):
+        assert torch.equal(model(**batch | {"attention_mask": changed})[0], wanted)
+    assert not torch.allclose(model(**batch)[0], wanted)

@@ -227,6 +227,8 @@ class Reporter:
         if folder is not None:
             said = "writing {} in the background, training waited" if self.run.saving.pending else "saved {} in"
             self.say(f"step {step}: {said.format(folder)} {seconds:.1f} s")
+            if self.folder is not None:  # whatever happens next is told of this step at least
+                self.folder.write_status("running", step, 0)
 
     def stopped(self, step: int) -> None:
         """Record that the run ended early because it was asked to."""

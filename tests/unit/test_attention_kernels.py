@@ -37,6 +37,7 @@ def asked_anew() -> Iterator[None]:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch say that there is an H100: no kernel runs in these tests."""
+    monkeypatch.setattr("accelerate.state.is_initialized", lambda: False)  # an earlier test's run was on the CPU
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

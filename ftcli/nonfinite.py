@@ -131,13 +131,13 @@ def go_back(run: Run) -> None:
     """
     from .checkpoint import load
 
+    run.saving.wait()  # the newest may still be on its way to the disk
     found = run.hardware.ranks.collect(_checkpoint(run) if run.hardware.ranks.is_main else None)[0]
     if found is None:
         raise RunError(
             "faults.non_finite: rollback: no checkpoint is there to go back to; save earlier (checkpoint.every_steps), "
             f"or {REMEDY}"
         )
-    run.saving.wait()
     load(run, found)
     run.first_step = step_of(found)
     if run.stream is not None:

@@ -1,8 +1,9 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
-A backend is a module with `options`, `configure`, `reads_once`, `fit`, `handing_out`, `unwrap`, `backward`, `clip`,
-`step`, `settle`, `full_parameter`, `release`, `slots` and `pieces`; `build` picks it. Precision is precision.py's on
-all of them.
+A backend is a module with `SYNC_EACH`, `options`, `configure`, `reads_once`, `loaded_whole`, `fit`, `hooks_inside`,
+`handing_out`, `arrange`, `unwrap`, `sharing_casts`, `backward`, `clip`, `step`, `settle`, `settle_buckets`,
+`full_parameter`, `release`, `slots` and `pieces`; `build` picks it, and nothing here asks which it is. Precision is
+precision.py's on all of them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Hardware:
     @property
     def hooks_inside(self) -> bool:
         """Whether the backend gathers weights by hooks on every module, not on whole layers: ZeRO-3."""
-        return self.backend is deepspeed and deepspeed.reads_in_pieces()
+        return bool(self.backend.hooks_inside())
 
     def fit(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         """Return the model as the backend needs it before `prepare`, computing in the recipe's precision."""
@@ -62,14 +63,11 @@ class Hardware:
         return model
 
     def micro_batches(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the micro-batches of a window; while their caller works on them, weights are cast once for all.
+        """Yield the micro-batches of a window; while their caller works on them, casts of weights are shared.
 
-        Not where weights are gathered for a forward pass and freed behind it: their casts would stay, whole.
+        That is, where weights stay whole from one micro-batch to the next.
         """
-        if self.backend is not ddp:
-            yield from batches
-            return
-        with precision.cast_once(self.accelerator.device.type):
+        with self.backend.sharing_casts(self.accelerator):
             yield from batches
 
     def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -101,8 +99,7 @@ class Hardware:
 
     def arrange(self, model: nn.Module) -> None:
         """Settle what can be settled only once a model is prepared; no value moves."""
-        if self.backend is fsdp:
-            fsdp.arrange(model)
+        self.backend.arrange(model)
 
     def clip(self, model: nn.Module, max_norm: float | None) -> Tensor:
         """Clip gradients to a global 2-norm and return the norm before clipping, a float32 scalar on the device.
@@ -192,8 +189,8 @@ class Hardware:
 
         `loss` computes one of any batch; its gradients are dropped. On up to two ranks there is one order only.
         """
-        if self.backend is ddp and self.ranks.world > 2:
-            ddp.settle_buckets(self.accelerator, model, loss)
+        if self.ranks.world > 2:
+            self.backend.settle_buckets(self.accelerator, model, loss)
 
     def check_dtypes(self, model: nn.Module, recipe: Recipe) -> str:
         """Return the dtype policy as one line of text; raises when the prepared model does not follow it."""
@@ -220,7 +217,8 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
     rehearsal.forget_former_runs()
     if cpu or not rehearsal.has_accelerator():
         rehearsal.start_on_cpu()
-    options: dict[str, Any] = _asked().options()
+    asked = _asked()
+    options: dict[str, Any] = asked.options()
     accelerator = Accelerator(
         mixed_precision="no",  # precision.py's, whatever the launcher's environment says
         device_placement=False,  # a whole window of batches must not sit on the device
@@ -228,9 +226,7 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=plan.accumulation,
             sync_with_dataloader=False,
-            # Unsummed gradients are whole ones: FSDP would hold 4 bytes for every weight of the model on every rank.
-            # Their sums hide behind the backward pass; DistributedDataParallel has whole ones anyway, and waits.
-            sync_each_batch=_asks("FSDP") and fsdp.SYNC_EACH,
+            sync_each_batch=asked.SYNC_EACH,
         ),
         rng_types=[],  # every process seeds itself from (seed, step, rank)
         log_with=trackers or None,
@@ -268,7 +264,8 @@ def read_once(read: Callable[[], tuple[nn.Module, T]], build: Callable[[], nn.Mo
 
 def built_whole() -> AbstractContextManager[None]:
     """Return a block in which transformers and peft see whole weights, as they are until `prepare`."""
-    return deepspeed.loaded_whole() if _asks("DEEPSPEED") else nullcontext()
+    block: AbstractContextManager[None] = _asked().loaded_whole()
+    return block
 
 
 def reads_once() -> bool:
@@ -277,6 +274,7 @@ def reads_once() -> bool:
 
 
 def _asked() -> ModuleType:
+    """Return the backend that the launcher's environment asks for, also before there is an Accelerator."""
     return deepspeed if _asks("DEEPSPEED") else fsdp if _asks("FSDP") else ddp
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import precision
 from .state import Piece, Slot, opened, trained
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # of its bandwidth at PyTorch's 25 and nine tenths at 128 (published tables of H200s); what cannot hide behind the
 # backward pass is the last bucket, half a millisecond on NVLink. benchmarks/communication.py measures others.
 BUCKET_MB = 128
+SYNC_EACH = False  # sum gradients over ranks once a window: they are whole anyway, and wait in place
 
 
 def options() -> dict[str, Any]:
@@ -52,9 +54,28 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return model.to(accelerator.device)
 
 
+def hooks_inside() -> bool:
+    """Say no: weights are whole."""
+    return False
+
+
+def arrange(model: nn.Module) -> None:
+    """Nothing to settle once the model is prepared."""
+
+
+def sharing_casts(accelerator: Accelerator) -> AbstractContextManager[None]:
+    """Return the block of a window's micro-batches: weights stay whole, so they are cast once for all of them."""
+    return precision.cast_once(accelerator.device.type)
+
+
 def reads_once() -> bool:
     """Say no: every rank needs the whole model, and ranks of one machine share the pages of its file."""
     return False
+
+
+def loaded_whole() -> AbstractContextManager[None]:
+    """Return a block in which nothing is hidden: other libraries load whole weights anyway."""
+    return nullcontext()
 
 
 def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:

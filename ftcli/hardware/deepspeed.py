@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # float32, which NCCL moves as fast as DeepSpeed's own 2 GB (5e8), and its buffer is that much smaller. How far weights
 # are gathered ahead (5e7) is DeepSpeed's: one large matrix, which computes longer than the next takes to arrive.
 STAGE_3 = {"reduce_bucket_size": 200_000_000, "stage3_prefetch_bucket_size": 50_000_000}
+SYNC_EACH = False  # DeepSpeed decides by itself when gradients are summed over ranks
 
 
 def options() -> dict[str, Any]:
@@ -60,7 +61,7 @@ def reads_once() -> bool:
     return bool(AcceleratorState().deepspeed_plugin.zero3_init_flag)
 
 
-def reads_in_pieces() -> bool:
+def hooks_inside() -> bool:
     """Say whether weights are in pieces between uses: stage 3, whose hooks stand on every module."""
     from accelerate.state import AcceleratorState
 
@@ -88,6 +89,15 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
     Init(module=OneAtATime(), config_dict_or_path=accelerator.state.deepspeed_plugin.dschf.config)
     loading.share_buffers(model, accelerator.device)
     yield
+
+
+def arrange(model: nn.Module) -> None:
+    """Nothing to settle once the model is prepared: `configure` told DeepSpeed how far ahead to gather."""
+
+
+def sharing_casts(accelerator: Accelerator) -> AbstractContextManager[None]:
+    """Return a block that keeps no cast: of weights that stage 3 gathers and frees again, casts would stay, whole."""
+    return nullcontext()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -128,6 +138,10 @@ def full_parameter(parameter: nn.Parameter) -> Tensor:
 
 def settle(model: nn.Module) -> None:
     """Nothing to do before parameters are read."""
+
+
+def settle_buckets(accelerator: Accelerator, model: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Nothing to settle: gradients are added up in the same places at the first step as at any other."""
 
 
 def release(model: nn.Module) -> None:

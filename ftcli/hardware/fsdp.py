@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -12,6 +12,8 @@ import torch
 
 from . import loading
 from .ddp import backward as backward  # the same
+from .ddp import hooks_inside as hooks_inside
+from .ddp import loaded_whole as loaded_whole
 from .ddp import release as release
 from .ddp import slots as slots
 from .ddp import step as step
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
 PREFETCH = True  # ask for the next block's weights before this block computes
 KEEP_LAST = True  # the last block's weights stay whole between its forward and its backward pass
-SYNC_EACH = True  # sum gradients over ranks after every micro-batch
+# Sum gradients over ranks after every micro-batch: unsummed they are whole ones, 4 bytes for every weight of the model
+# on every rank. Their sums hide behind the backward pass.
+SYNC_EACH = True
 
 
 def options() -> dict[str, Any]:
@@ -116,6 +120,11 @@ def arrange(model: nn.Module) -> None:
                 block.set_modules_to_forward_prefetch([following])
         if blocks and KEEP_LAST:
             blocks[-1].set_reshard_after_forward(False)
+
+
+def sharing_casts(accelerator: Accelerator) -> AbstractContextManager[None]:
+    """Return a block that keeps no cast: of weights that are gathered and freed again, casts would stay, whole."""
+    return nullcontext()
 
 
 def _is_list(modules: nn.Module) -> TypeGuard[nn.ModuleList]:
@@ -207,6 +216,10 @@ def settle(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def settle_buckets(accelerator: Accelerator, model: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Nothing to settle: gradients are added up in the same places at the first step as at any other."""
 
 
 def pieces(model: nn.Module, optimizer: Any, ranks: Ranks) -> Iterator[Piece]:

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,34 @@ def test_law_1_only_hardware_and_profiles_name_backends() -> None:
         "foreign_names.py",
         "models.py",
     }  # words only: see there
+
+
+def test_law_1_every_backend_offers_the_whole_interface() -> None:
+    from ftcli.hardware import BACKENDS
+
+    tree = ast.parse((PACKAGE / "hardware" / "__init__.py").read_text())
+    told = re.findall(r"`(\w+)`", (ast.get_docstring(tree) or "").partition("; `build`")[0])
+    backend = {"self.backend", "chosen", "asked", "_asked()"}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    assert sorted(told) == sorted({node.attr for node in attributes if ast.unparse(node.value) in backend})
+    for name in told:
+        offered = [getattr(BACKENDS[kind], name) for kind in ("NO", "FSDP", "DEEPSPEED")]
+        taken = [list(signature(one).parameters) if callable(one) else type(one) for one in offered]
+        assert taken == [taken[0]] * 3, name
+
+
+def test_law_1_hardware_never_asks_which_backend_it_has() -> None:
+    tree = ast.parse((PACKAGE / "hardware" / "__init__.py").read_text())
+    naming = [
+        ast.unparse(node).partition("\n")[0].partition(":")[0]
+        for node in tree.body
+        if {"ddp", "fsdp", "deepspeed"} & names_in(node)
+    ]
+    assert naming == [
+        "from . import ddp, deepspeed, fsdp, loading, precision, rehearsal",
+        "BACKENDS",
+        "def _asked() -> ModuleType",
+    ]
 
 
 def test_law_1_prepare_is_called_once_in_the_whole_package() -> None:

@@ -32,8 +32,8 @@ def options() -> dict[str, Any]:
     """Return what the Accelerator is made with.
 
     Gradients become views of the buckets when they are summed; before, those of a window stand by themselves.
-    `static_graph` is left alone: it spares
-    the search for unused parameters, which is off, and would hold a run to the graph of its first step.
+    `static_graph` is left alone: it spares the search for unused parameters, which is off, and would hold a run to the
+    graph of its first step.
     """
     from accelerate.utils import DistributedDataParallelKwargs
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from .base_model import base_model_of
 from .errors import InputError
 from .memory import Shape, Sizes, choose
 from .packing import lengths_of
@@ -120,9 +121,7 @@ def offload(model: nn.Module) -> None:
     As torch.autograd.graph.save_on_cpu, but weights stay where they are, and no copy makes the host wait: copies run in
     the order of the device's own work. What a recomputed layer keeps while it is recomputed stays on the device.
     """
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
+    inner = base_model_of(model)
     forward = inner.forward
 
     def offloading(*args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from .base_model import base_model_of
 from .errors import InputError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def is_best_flat(model: nn.Module, recipe: Recipe) -> bool:
 
     if recipe.data.packing or recipe.data.padding_free is not None:
         return is_flat(recipe)
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    inner = base_model_of(model)
     on_gpu = AcceleratorState().device.type == "cuda" if is_initialized() else torch.cuda.is_available()
     if not on_gpu or recipe.model.attn_implementation not in (None, "sdpa"):
         return False
@@ -168,9 +169,7 @@ def confine_to_documents(model: nn.Module, attn_implementation: str | None = Non
     for name in (NAME, BY_TORCH):
         AttentionMaskInterface.register(name, sdpa_mask)  # without one of our name models would get no mask at all
     wanted = BY_TORCH if attn_implementation == "sdpa" else NAME
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
+    inner = base_model_of(model)
     inner.set_attn_implementation(wanted)
     if inner.config._attn_implementation != wanted:  # transformers only warns
         told = f"data.packing: the attention of {type(inner).__name__} cannot be replaced"
@@ -200,7 +199,7 @@ def describe_attention(model: nn.Module, recipe: Recipe, *, flat: bool, device_t
     """Return what does the attention of training rows, for the log; nothing for what is no transformers model."""
     from .attention_kernels import FLASH, import_problem
 
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    inner = base_model_of(model)
     chosen = getattr(getattr(inner, "config", None), "_attn_implementation", None)
     if chosen is None:
         return []

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .base_model import base_model_of
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -45,9 +47,7 @@ def share_casts(model: nn.Module) -> None:
 
     Without autocast nothing changes.
     """
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
+    inner = base_model_of(model)
     names = NORMS.get(getattr(getattr(inner, "config", None), "model_type", ""), ())
     for name, module in inner.named_modules():
         if name.rpartition(".")[2] in names:

@@ -12,6 +12,7 @@ import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .base_model import base_model_of
 from .errors import InputError
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def compile_layers(model: nn.Module, recipe: Recipe, *, hooked: bool) -> list[st
     if hooked:
         return ["torch_compile: left out, ZeRO-3 fetches weights by hooks inside of layers"]
     check_compile(recipe)
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
+    inner = base_model_of(model)
     kinds = set(getattr(inner, "_no_split_modules", None) or ())
     layers = [layer for name, layer in inner.named_modules() if type(layer).__name__ in kinds and name[-1:].isdigit()]
     if not layers:

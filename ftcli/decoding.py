@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .base_model import base_model_of
 from .sampling import seed_of
 
 NOBODY = -1  # number of a row that is there only so that this process runs as many forwards as the others
@@ -33,10 +34,7 @@ class Choice:
 
 def forward_names(model: nn.Module) -> frozenset[str]:
     """Return the names that a causal model's forward takes, as transformers wrote it; an adapter's base model's."""
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
-    return frozenset(inspect.signature(type(inner).forward).parameters)
+    return frozenset(inspect.signature(type(base_model_of(model)).forward).parameters)
 
 
 def end_tokens(tokenizer: Any, model: Any) -> frozenset[int]:

@@ -13,6 +13,7 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from .base_model import base_model_of
 from .errors import InputError
 
 if TYPE_CHECKING:
@@ -70,9 +71,7 @@ def use_liger(model: nn.Module, recipe: Recipe, *, on_gpu: bool) -> list[str]:
 
     Raises `InputError` where the recipe asks for them and this GPU's model cannot have them.
     """
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
+    inner = base_model_of(model)
     kind = getattr(getattr(inner, "config", None), "model_type", "unknown")
     check_liger(recipe, kind, on_gpu=on_gpu)
     if (problem := liger_problem(recipe, kind, on_gpu=on_gpu)) is not None:

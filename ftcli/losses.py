@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention import ARCHITECTURES
+from .base_model import base_model_of
 from .errors import InputError
 from .linear_nll import linear_nll
 
@@ -82,9 +83,7 @@ def return_token_nll(model: nn.Module) -> None:
     them do, and the model goes on with them as transformers wrote it. Called without `targets` the model answers as
     before. Parameter names stay.
     """
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
+    inner = base_model_of(model)
     head = inner.get_output_embeddings()
     forward, head_forward = inner.forward, head.forward
     is_known, after = _is_known(inner, head), after_head(inner.config)

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .base_model import base_model_of
 from .checkpoint_folder import checkpoints_of, damage, is_checkpoint, newest_intact, read_state
 from .errors import InputError
 from .generation import answer_of, check_room, encode_prompt, room_behind
@@ -83,7 +84,7 @@ class Writer:
         """Tokens that end an answer."""
         from .decoding import end_tokens
 
-        return end_tokens(self.tokenizer, _plain(self.model))
+        return end_tokens(self.tokenizer, base_model_of(self.model))
 
     def _decode(
         self, prompts: Sequence[list[int]], choice: Choice, numbers: Sequence[int]
@@ -230,10 +231,6 @@ def _task_of(recipe: Recipe, talk: _Talk, where: Path) -> Any:
     task: Any = build_task(recipe)
     talk.require_template(str(where), task.tokenizer)
     return task
-
-
-def _plain(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def say(line: str) -> None:

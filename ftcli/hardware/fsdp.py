@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from ..base_model import base_model_of
 from . import loading
 from .ddp import backward as backward  # the same
 from .ddp import hooks_inside as hooks_inside
@@ -89,9 +90,7 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     So does a weight that embeddings and head share inside adapters, where Accelerate does not see that they do: with
     neither in a unit of its own it is cut once, with the rest of the model.
     """
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
+    inner = base_model_of(model)
     try:
         embeddings = inner.get_input_embeddings()
     except NotImplementedError:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from ..base_model import base_model_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,9 +56,7 @@ def compute_in(model: nn.Module, recipe: Recipe, device_type: str) -> None:
     H200s: 1.4e-3 of the loss after 20 steps of a 0.6B shape at learning rate 1e-4, where the others differ by 1e-4).
     """
     if recipe.precision in AUTOCAST:
-        inner: Any = model
-        if hasattr(model, "get_base_model"):
-            inner = inner.get_base_model()
+        inner = base_model_of(model)
         inner.forward = torch.autocast(device_type, dtype=AUTOCAST[recipe.precision])(inner.forward)
 
 

@@ -27,6 +27,7 @@ LIGHT_MODULES = [
     "cli_runs",
     "attention",
     "addresses",
+    "base_model",
     "corpora",
     "lines",
     "streaming",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ftcli.base_model import base_model_of
 from ftcli.testing import run_on_cpu
 
 from .cells import CELLS, cell, write_inputs
@@ -103,7 +104,7 @@ def look_inside(folder: Path) -> dict[str, Any]:
     for name in CELLS:
         run = prepare(cell(folder, name), cpu=True)
         model: Any = run.hardware.unwrap(run.model)
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner = base_model_of(model)
         output = inner.get_output_embeddings() if name.startswith("sft") else None
         trained = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
         found[name] = {

@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,26 @@ from .supervision import say
 if TYPE_CHECKING:
     from .profiles import Profile
     from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Told:
+    """What workers are told beside recipe and profile: as arguments of `work` here, as options of a command below."""
+
+    output: Path
+    start: Path | None  # the checkpoint to go on from
+    resuming: bool  # the folder may hold the run's beginning: for who claims it, never a launched worker
+    resume_anyway: bool
+    cpu: bool
+    dry_run: bool
+    record_start: bool
+
+    @property
+    def options(self) -> list[str]:
+        """The options of `ftcli train` that say so."""
+        found = ["--output", str(self.output)] + ["--cpu"] * self.cpu + ["--dry-run"] * self.dry_run
+        found += ["--record-start"] * self.record_start + ["--resume-anyway"] * self.resume_anyway
+        return found + ([] if self.start is None else ["--resume", str(self.start.resolve())])
 
 
 def train(
@@ -54,8 +75,7 @@ def train(
     checkpoint or a run; a run that is done is left alone.
     `resume_anyway` accepts a recipe that gives another curve. `record_start` is what `parity` asks of its runs.
     """
-    from .checks import check_inputs, check_trackers
-    from .planning import derive_plan, derive_shards
+    from .checks import check_trackers
     from .profiles import check_pair
     from .recipe_file import run_output
     from .resumption import AUTO, NEVER, belongs_to, find_start, is_done
@@ -78,47 +98,67 @@ def train(
                 say(f"ftcli: {folder.path} is done at step {folder.status()['step']}: nothing is left to resume")
             return folder
         resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
+        told = Told(folder.path, start, resuming, resume_anyway, cpu, dry_run, record_start)
         if chosen is None or is_launched():
-            from .worker import work
-
-            if not is_launched():
-                _check_without_profile(num_processes, num_machines, launch_arguments)
-                derive_plan(loaded, 1)
-                check_inputs(loaded, cpu=cpu)
-            work(
-                loaded,
-                chosen,
-                output=folder.path,
-                cpu=cpu,
-                dry_run=dry_run,
-                record_start=record_start,
-                resuming=resuming,
-                start=start,
-                resume_anyway=resume_anyway,
-            )
-            return folder
-        world = _count_world(chosen, num_processes, machines, launch_arguments, cpu=cpu)
-        derive_plan(loaded, world)
-        derive_shards(*chosen.mesh, world)
-        check_inputs(loaded, cpu=cpu)
-        if num_processes is None and cpu and world > 1:
-            say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
-        if machines.rank == 0:
-            folder.claim(resuming=resuming)
-        worker = ["train", _file_for_workers(recipe, folder, machines), *(f"--set={item}" for item in overrides)]
-        worker += ["--output", str(folder.path)] + ["--cpu"] * cpu + ["--dry-run"] * dry_run
-        worker += ["--record-start"] * record_start + ["--resume-anyway"] * resume_anyway
-        worker += [] if start is None else ["--resume", str(start.resolve())]
-        launch(
-            worker,
-            profile=chosen,
-            num_processes=world,
-            machines=machines,
-            cpu=cpu,
-            folder=folder,
-            launch_arguments=launch_arguments,
-        )
+            _work_here(loaded, chosen, told, num_processes, num_machines, launch_arguments)
+        else:
+            _launch_workers(recipe, overrides, loaded, chosen, told, folder, num_processes, machines, launch_arguments)
         return folder
+
+
+def _work_here(
+    recipe: Recipe,
+    profile: Profile | None,
+    told: Told,
+    num_processes: int | None,
+    num_machines: int,
+    launch_arguments: Sequence[str],
+) -> None:
+    """Train in this process: one that was launched, or the only one, which then checks what a parent would."""
+    from .checks import check_inputs
+    from .planning import derive_plan
+    from .worker import work
+
+    if not is_launched():
+        _check_without_profile(num_processes, num_machines, launch_arguments)
+        derive_plan(recipe, 1)
+        check_inputs(recipe, cpu=told.cpu)
+    work(recipe, profile, **vars(told))
+
+
+def _launch_workers(
+    recipe: str | Path | Recipe,
+    overrides: Sequence[str],
+    loaded: Recipe,
+    profile: Profile,
+    told: Told,
+    folder: RunFolder,
+    num_processes: int | None,
+    machines: Machines,
+    launch_arguments: Sequence[str],
+) -> None:
+    """Train in one `accelerate launch` below this process, once all is checked and the folder is claimed."""
+    from .checks import check_inputs
+    from .planning import derive_plan, derive_shards
+
+    world = _count_world(profile, num_processes, machines, launch_arguments, cpu=told.cpu)
+    derive_plan(loaded, world)
+    derive_shards(*profile.mesh, world)
+    check_inputs(loaded, cpu=told.cpu)
+    if num_processes is None and told.cpu and world > 1:
+        say(f"ftcli: --cpu without --num-processes: {world} processes on this machine's CPU")
+    if machines.rank == 0:
+        folder.claim(resuming=told.resuming)
+    given = [_file_for_workers(recipe, folder, machines), *(f"--set={item}" for item in overrides)]
+    launch(
+        ["train", *given, *told.options],
+        profile=profile,
+        num_processes=world,
+        machines=machines,
+        cpu=told.cpu,
+        folder=folder,
+        launch_arguments=launch_arguments,
+    )
 
 
 def evaluate_target(

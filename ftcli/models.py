@@ -110,18 +110,7 @@ def load_model(
     is_trained = weights is not None and (weights / "config.json").exists()
     if weights is not None and is_trained:
         section = section.model_copy(update={"name": str(weights.absolute()), "revision": None})
-    kwargs: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
-    if recipe.model.attn_implementation is not None:
-        kwargs["attn_implementation"] = recipe.model.attn_implementation
-    if labels is not None:
-        kwargs["id2label"] = dict(enumerate(labels))
-        kwargs["label2id"] = {label: index for index, label in enumerate(labels)}
-        kwargs["num_labels"] = len(labels)
-        kwargs["ignore_mismatched_sizes"] = True
-    if recipe.model.dropout is not None:
-        kwargs["config"] = _without_dropout(section, kwargs)
-    if recipe.model.quantization is not None and dtype != "auto":
-        kwargs |= quantised(recipe)
+    kwargs = _asked_of_transformers(recipe, section, dtype, labels)
     torch.manual_seed(recipe.seed)
     auto = getattr(importlib.import_module("transformers"), auto_class)
 
@@ -146,6 +135,23 @@ def load_model(
     if not is_trained:
         fill_new_rows(model, recipe)
     return model, heads
+
+
+def _asked_of_transformers(recipe: Recipe, section: Model, dtype: Any, labels: list[str] | None) -> dict[str, Any]:
+    """Return what `from_pretrained` is given beside the name in `section`; reads the configuration where it must."""
+    kwargs: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    if recipe.model.attn_implementation is not None:
+        kwargs["attn_implementation"] = recipe.model.attn_implementation
+    if labels is not None:
+        kwargs["id2label"] = dict(enumerate(labels))
+        kwargs["label2id"] = {label: index for index, label in enumerate(labels)}
+        kwargs["num_labels"] = len(labels)
+        kwargs["ignore_mismatched_sizes"] = True
+    if recipe.model.dropout is not None:
+        kwargs["config"] = _without_dropout(section, kwargs)
+    if recipe.model.quantization is not None and dtype != "auto":
+        kwargs |= quantised(recipe)
+    return kwargs
 
 
 def keep_soft_capping(model: Any, asked: str | None = None) -> Any:

@@ -152,7 +152,7 @@ def prepare(
 
     from .activations import fit_activations
     from .checkpoint import check_disk
-    from .evaluation import check_prompts, encode_prompts
+    from .evaluation import check_prompts
     from .float8 import check_float8_device
     from .kernels import use_kernels
     from .micro_size import settle_micro_size
@@ -161,7 +161,6 @@ def prepare(
     from .optimizers import build_optimizer
     from .run_facts import facts_of
     from .stream_loader import build_stream
-    from .tasks import build_task
 
     began = _began()
     quiet_libraries()
@@ -170,16 +169,7 @@ def prepare(
     start = None if resume is None else Path(resume)
     asked = loaded
     loaded, size = settle_micro_size(loaded, output=output, cpu=cpu, weights=weights)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    derive_plan(loaded, world)  # what cannot be shared out is told before rows are prepared
-    task = build_task(loaded)
-    if weights is None:  # what is only measured keeps no checkpoint, and answers no prompts
-        check_metric(loaded, type(task))
-    prompts = encode_prompts(loaded, task)
-    rows = prepare_rows(loaded, task)
-    if weights is None:
-        check_metric(loaded, type(task), rows.labels.get("eval", []))
-    plan = derive_plan(loaded, world, rows.train_rows)
+    task, prompts, rows, plan = _rows_and_plan(loaded, trains=weights is None)
     first_step = 0 if start is None else _first_step(start, rows, anyway=resume_anyway)
     rows = _one_evaluation_batch(rows, plan) if dry_run else rows
     folder = None if output is None else RunFolder(output)
@@ -234,6 +224,27 @@ def _began() -> float:
     if "FTCLI_LAUNCHED" not in os.environ and "RANK" not in os.environ:
         return time.perf_counter()
     return time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+
+def _rows_and_plan(recipe: Recipe, *, trains: bool) -> tuple[Task, list[EncodedPrompt], PreparedRows, Plan]:
+    """Return the task, the prompts to answer, the rows, and the plan that shares them out over all processes.
+
+    What cannot be shared out is told before rows are prepared. `trains` is false for weights that are only measured:
+    they keep no checkpoint, and answer no prompts.
+    """
+    from .evaluation import encode_prompts
+    from .tasks import build_task
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    derive_plan(recipe, world)
+    task = build_task(recipe)
+    if trains:
+        check_metric(recipe, type(task))
+    prompts = encode_prompts(recipe, task)
+    rows = prepare_rows(recipe, task)
+    if trains:
+        check_metric(recipe, type(task), rows.labels.get("eval", []))
+    return task, prompts, rows, derive_plan(recipe, world, rows.train_rows)
 
 
 def _first_step(checkpoint: Path, rows: PreparedRows, *, anyway: bool) -> int:

@@ -27,9 +27,12 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS"
 Moment = tuple[str, int]  # an operation as `_kind` names it, and which of its occurrences
 
 
-def train(recipe: Path, output: Path, profile: str, kill: Moment | None) -> tuple[list[int], Counter[str]]:
+def train(
+    recipe: Path, output: Path, profile: str, kill: Moment | None, *, after: float = 0.0
+) -> tuple[list[int], Counter[str]]:
     """Run `ftcli train --resume auto` on one process, or two under a profile, until it ends or is killed.
 
+    `after`: seconds that the operation takes the disk before the kill, on the thread that it stands in.
     Returns (exit code of each rank, how often each operation happened on the main rank if it ended by itself). Raises
     `RuntimeError` when a rank is still there after two minutes.
     """
@@ -42,7 +45,7 @@ def train(recipe: Path, output: Path, profile: str, kill: Moment | None) -> tupl
         seen: Any = context.SimpleQueue()
         pids = context.Array("i", world)
         ranks = [
-            context.Process(target=_rank, args=(rank, shared, recipe, output, kill, pids, seen))
+            context.Process(target=_rank, args=(rank, shared, recipe, output, kill, after, pids, seen))
             for rank in range(world)
         ]
         for process in ranks:
@@ -60,7 +63,14 @@ def train(recipe: Path, output: Path, profile: str, kill: Moment | None) -> tupl
 
 
 def _rank(
-    rank: int, shared: dict[str, str], recipe: Path, output: Path, kill: Moment | None, pids: Any, seen: Any
+    rank: int,
+    shared: dict[str, str],
+    recipe: Path,
+    output: Path,
+    kill: Moment | None,
+    after: float,
+    pids: Any,
+    seen: Any,
 ) -> None:
     os.environ.update(shared)
     if shared:
@@ -74,6 +84,7 @@ def _rank(
             if kill is not None and kill[0] == kind and kill[1] == counts[kind]:
                 while 0 in pids[:]:  # a rank that comes later than this would wait for the others forever
                     time.sleep(0.001)
+                time.sleep(after)
                 for pid in [pid for pid in pids if pid not in (0, os.getpid())]:
                     os.kill(pid, signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,22 @@ def test_going_back_leaves_one_curve_and_sets_the_other_aside(train: Ftcli, tmp_
     newest = checkpoints_of(tmp_path / "run")[-1]
     assert read_state(newest)["optimizer_updates"] == 7
     assert "not finite       step 4 (rollback)" in describe(newest)
+
+
+def test_going_back_waits_for_the_checkpoint_that_a_slow_disk_still_writes(
+    train: Ftcli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, seconds = os.fsync, iter([1.5])  # of its first file: steps 3 and 4 are done long before
+
+    def slow_for_once(file: int) -> None:
+        if threading.current_thread().name.startswith("ftcli-saving"):
+            time.sleep(next(seconds, 0))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow_for_once)
+    code, said = train(tmp_path / "run", *policy("rollback"), "--set=train.max_steps=4", BAD_IDS=str(ids_of(3)[0]))
+    assert code == 0, said
+    assert "goes on after step 2 from" in said and next(seconds, None) is None
 
 
 def test_going_back_needs_a_checkpoint(train: Ftcli, tmp_path: Path) -> None:

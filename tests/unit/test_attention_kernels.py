@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import modeling_flash_attention_utils
 from transformers.utils import import_utils
 
+from ftcli import hardware
 from ftcli.attention import BY_TORCH, attend, confine_to_documents, describe_attention, is_best_flat
 from ftcli.attention_kernels import TORCH, attend_documents, import_problem, kernel_for
+from ftcli.planning import derive_plan
 from ftcli.recipe import Recipe
 
 from .test_attention import tiny
@@ -35,13 +37,19 @@ def asked_anew() -> Iterator[None]:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch say that there is an H100: no kernel runs in these tests."""
-    monkeypatch.setattr("accelerate.state.is_initialized", lambda: False)  # an earlier test's run was on the CPU
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@pytest.fixture
+def hopper(gpu_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be no run either: one of an earlier test was on the CPU."""
+    monkeypatch.setattr("accelerate.state.is_initialized", lambda: False)
 
 
 def flash_attn_varlen_func(
@@ -180,6 +188,17 @@ def test_on_a_cpu_rows_stay_padded_unless_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not is_best_flat(tiny("llama"), recipe("llama"))
     assert is_best_flat(tiny("llama"), recipe("llama", data={"train": "rows.jsonl", "padding_free": True}))
+
+
+@pytest.mark.usefixtures("gpu_here")
+def test_rows_are_laid_end_to_end_by_the_device_of_the_run_and_no_other() -> None:
+    """The machine has a GPU, and the run before had another device."""
+    given, model = recipe("llama"), tiny("llama")
+    found = []
+    for cpu in (True, False, True):
+        place = hardware.build(given, derive_plan(given, 1, 1), cpu=cpu, trackers=[], folder=None)
+        found.append((place.accelerator.device.type, is_best_flat(model, given)))
+    assert found == [("cpu", False), ("cuda", True), ("cpu", False)]
 
 
 def test_the_log_names_the_kernel() -> None:

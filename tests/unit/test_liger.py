@@ -11,12 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ftcli import devices
+from ftcli.activations import recompute
 from ftcli.checks import check_inputs
 from ftcli.errors import InputError
 from ftcli.liger import NORMS, _Rotary, replace, use_liger
@@ -44,12 +46,43 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     return F.gelu(a, approximate="tanh") * b
 
 
+class Rope(torch.autograd.Function):
+    """Rotates where its arguments lie, as the kernel does: neither autograd nor a dispatch mode sees it written."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        for x in (q, k):
+            rotate(x, cos, sin)
+        return q, k
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        for x in gradients:
+            rotate(x, cos, -sin)
+        return *gradients, None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the halves of each head `[B, H, T, K]` against each other, by angles `[B, T, K]`."""
+    values, c, s = x.detach().numpy(), cos.detach().numpy()[:, None], sin.detach().numpy()[:, None]
+    left, right = np.split(values, 2, axis=-1)
+    values[...] = values * c + np.concatenate((-right, left), axis=-1) * s
+
+
+def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, ids: None, unsqueeze_dim: int) -> Any:
+    calls.append("rope")
+    assert ids is None and unsqueeze_dim == 1
+    return Rope.apply(q, k, cos, sin)
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "liger_kernel.transformers.functional"
     for part in ("liger_kernel", "liger_kernel.transformers", name):
         monkeypatch.setitem(sys.modules, part, ModuleType(part))
-    for function in (liger_rms_norm, liger_swiglu, liger_geglu):
+    for function in (liger_rms_norm, liger_swiglu, liger_geglu, liger_rope):
         monkeypatch.setattr(sys.modules[name], function.__name__, function, raising=False)
     monkeypatch.setattr(sys.modules["liger_kernel.transformers"], "functional", sys.modules[name], raising=False)
     found = importlib.util.find_spec
@@ -80,6 +113,21 @@ def test_a_model_gives_with_them_what_it_gave_without(kind: str) -> None:
     assert counts["gated MLPs"] == counts["rotary attentions"] == 3
     assert calls.count("norm") == counts["norms"] and len(calls) == counts["norms"] + 3
     assert list(model.state_dict()) == names
+    torch.testing.assert_close(found[0], logits, atol=1e-5, rtol=1e-5)
+    assert float((found[1] - gradient).norm() / gradient.norm()) < 1e-5
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_rotating_in_place_moves_nothing_that_the_backward_pass_has(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama").train()
+    logits, gradient = answer(model)
+    replace(model, "llama")
+    recompute(model, mode)
+    calls.clear()
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)  # the kernel is for tensors on GPUs alone
+    found = answer(model)
+    assert calls.count("rope") == (3 if mode == "none" else 6)
     torch.testing.assert_close(found[0], logits, atol=1e-5, rtol=1e-5)
     assert float((found[1] - gradient).norm() / gradient.norm()) < 1e-5
 

@@ -201,23 +201,23 @@ def _window(run: Run, rows: list[Any], size: int, count: int, meter: Meter) -> i
 
     Returns the bytes that are held between its last backward pass and its step: weights, gradients, optimizer state.
     """
-    accelerator, model = run.hardware.accelerator, run.model
-    accelerator.gradient_accumulation_steps, accelerator.step = count, 0
+    hardware, model = run.hardware, run.model
+    hardware.accelerator.gradient_accumulation_steps, hardware.accelerator.step = count, 0
     batch: Batch = Collate(run.task)(rows[:size])
     del batch["sample_ids"]
     model.train()
     for group in run.optimizer.param_groups:
         group["lr"] = 0.0
+    scale = 1 / max(run.task.count(batch), 1)  # as the loop's where all micro-batches of all ranks are alike
     held = 0
-    for one in run.hardware.micro_batches(Copies(accelerator.device).ahead([batch] * count)):
-        with accelerator.accumulate(model):
+    for one in hardware.micro_batches(Copies(hardware.accelerator.device).ahead([batch] * count)):
+        with hardware.accumulating(model):
             loss = run.task.loss(model, one).sum()
-            run.hardware.backward(loss / max(1, count * run.task.count(one)))
+            hardware.backward(loss * scale)
         del loss
         held = meter.held()
-    run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    hardware.clip(model, run.recipe.optimizer.max_grad_norm)
+    hardware.step(run.optimizer)
     return held
 
 

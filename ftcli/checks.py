@@ -33,35 +33,23 @@ def check_trackers(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def check_quantization(recipe: Recipe, *, cpu: bool) -> list[Problem]:
-    """Return why this machine cannot hold the recipe's model in 4 bits."""
+def check_bitsandbytes(recipe: Recipe, *, cpu: bool) -> list[Problem]:
+    """Return why this machine cannot hold the recipe's weights in 4 bits, or its moments in 8."""
     from .devices import count_gpus
 
-    if recipe.model.quantization is None:
-        return []
+    asked = {}  # what needs the package -> (what to do without it, what to set for a rehearsal)
+    if recipe.model.quantization is not None:
+        asked["model.quantization"] = "take the section out", "model.quantization=null"
+    if recipe.optimizer.name == "adamw_8bit":
+        asked["optimizer.name: adamw_8bit"] = "set it to adamw", "optimizer.name=adamw"
     problems = []
-    if importlib.util.find_spec("bitsandbytes") is None:
-        hint = "pip install bitsandbytes (ftcli's extra `quantization`), or take the section out"
-        problems.append(Problem("model.quantization needs bitsandbytes, which is not installed", hint=hint))
-    if cpu or not count_gpus():
-        hint = "train where there is a GPU; to rehearse here, --set model.quantization=null"
-        problems.append(Problem("model.quantization needs a GPU", hint=hint))
-    return problems
-
-
-def check_optimizer(recipe: Recipe, *, cpu: bool) -> list[Problem]:
-    """Return why this machine cannot train with the recipe's optimizer."""
-    from .devices import count_gpus
-
-    if recipe.optimizer.name != "adamw_8bit":
-        return []
-    problems = []
-    if importlib.util.find_spec("bitsandbytes") is None:
-        hint = "pip install bitsandbytes (ftcli's extra `quantization`), or set it to adamw"
-        problems.append(Problem("optimizer.name: adamw_8bit needs bitsandbytes, which is not installed", hint=hint))
-    if cpu or not count_gpus():
-        hint = "train where there is a GPU; to rehearse here, --set optimizer.name=adamw"
-        problems.append(Problem("optimizer.name: adamw_8bit needs a GPU", hint=hint))
+    for what, (otherwise, rehearsal) in asked.items():
+        if importlib.util.find_spec("bitsandbytes") is None:
+            hint = f"pip install bitsandbytes (ftcli's extra `quantization`), or {otherwise}"
+            problems.append(Problem(f"{what} needs bitsandbytes, which is not installed", hint=hint))
+        if cpu or not count_gpus():
+            hint = f"train where there is a GPU; to rehearse here, --set {rehearsal}"
+            problems.append(Problem(f"{what} needs a GPU", hint=hint))
     return problems
 
 
@@ -86,8 +74,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
 
     if problems := [
         *adapter_problems(recipe.adapter),
-        *check_quantization(recipe, cpu=cpu),
-        *check_optimizer(recipe, cpu=cpu),
+        *check_bitsandbytes(recipe, cpu=cpu),
         *check_float8(recipe, cpu=cpu),
     ]:
         raise InputError(problems)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ftcli.checks import check_quantization
+from ftcli.checks import check_bitsandbytes
 from ftcli.errors import InputError
 from ftcli.profiles import check_pair, load_profile
 from ftcli.recipe import Recipe
@@ -38,13 +38,25 @@ def test_four_bits_are_refused_where_weights_are_flattened_or_wait_on_the_host(n
 
 def test_four_bits_need_a_gpu_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    told = [problem.what for problem in check_quantization(RECIPE, cpu=True)]
+    told = [problem.what for problem in check_bitsandbytes(RECIPE, cpu=True)]
     assert told == [
         "model.quantization needs bitsandbytes, which is not installed",
         "model.quantization needs a GPU",
     ]
     plain = RECIPE.model_copy(update={"model": RECIPE.model.model_copy(update={"quantization": None})})
-    assert check_quantization(plain, cpu=True) == []
+    assert check_bitsandbytes(plain, cpu=True) == []
+
+
+def test_moments_of_8_bits_need_both_too_and_say_how_to_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    packed = RECIPE.optimizer.model_copy(update={"name": "adamw_8bit"})
+    both = check_bitsandbytes(RECIPE.model_copy(update={"optimizer": packed}), cpu=True)
+    assert [problem.what for problem in both[2:]] == [
+        "optimizer.name: adamw_8bit needs bitsandbytes, which is not installed",
+        "optimizer.name: adamw_8bit needs a GPU",
+    ]
+    assert "or take the section out" in both[0].hint and "--set model.quantization=null" in both[1].hint
+    assert "or set it to adamw" in both[2].hint and "--set optimizer.name=adamw" in both[3].hint
 
 
 def test_weights_in_four_bits_cannot_be_trained(tmp_path: Path) -> None:

@@ -137,10 +137,7 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
     if given is not None and given != PROFILE_PRECISION.get(recipe.precision, "no"):
         hint = f"the recipe has precision: {recipe.precision}; remove mixed_precision from the profile"
         problems.append(Problem(f"mixed_precision is {given}", where, hint))
-    if recipe.model.quantization is not None:
-        problems += _cannot_hold_4_bits(profile, where)
-    if recipe.optimizer.name == "adamw_8bit":
-        problems += _cannot_pack_moments(profile, where)
+    problems += _cannot_pack(recipe, profile, where)
     if profile.distributed_type == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or choose the profile fsdp"
         problems.append(Problem("this profile needs DeepSpeed, which is not installed", where, hint))
@@ -155,24 +152,31 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
     return problems
 
 
-def _cannot_hold_4_bits(profile: Profile, where: str) -> list[Problem]:
-    """Return why a profile cannot train beside weights in 4 bits, whose scales are no parameters."""
-    told, hint = "model.quantization cannot run on this profile: ", "choose single, ddp or fsdp"
-    if profile.distributed_type == "DEEPSPEED":
-        return [Problem(f"{told}ZeRO flattens weights, and those in 4 bits lose their scales", where, hint)]
-    if profile.values.get("fsdp_config", {}).get("fsdp_offload_params") is True:
-        return [Problem(f"{told}their scales stay on the GPU when shards wait on the host", where, hint)]
-    return []
+def _cannot_pack(recipe: Recipe, profile: Profile, where: str) -> list[Problem]:
+    """Return why a profile cannot hold what the recipe packs: weights in 4 bits, moments in 8.
 
-
-def _cannot_pack_moments(profile: Profile, where: str) -> list[Problem]:
-    """Return why a profile cannot hold moments in 8 bits, whose blocks are those of a parameter on a GPU."""
-    told, hint = "optimizer.name: adamw_8bit cannot run on this profile: ", "choose single, ddp or fsdp, or adamw"
-    if profile.distributed_type == "DEEPSPEED":
-        return [Problem(f"{told}ZeRO steps flat partitions, whose blocks of 256 cross parameters", where, hint)]
-    if profile.values.get("fsdp_config", {}).get("fsdp_offload_params") is True:
-        return [Problem(f"{told}its kernels run on GPUs, and shards wait on the host", where, hint)]
-    return []
+    Scales of the ones are no parameters; blocks of the others are those of a parameter on a GPU.
+    """
+    flattens = profile.distributed_type == "DEEPSPEED"
+    if not flattens and (profile.values.get("fsdp_config") or {}).get("fsdp_offload_params") is not True:
+        return []
+    packed = {}  # key -> (why ZeRO cannot, why shards on the host cannot, what to choose)
+    if recipe.model.quantization is not None:
+        packed["model.quantization"] = (
+            "ZeRO flattens weights, and those in 4 bits lose their scales",
+            "their scales stay on the GPU when shards wait on the host",
+            "choose single, ddp or fsdp",
+        )
+    if recipe.optimizer.name == "adamw_8bit":
+        packed["optimizer.name: adamw_8bit"] = (
+            "ZeRO steps flat partitions, whose blocks of 256 cross parameters",
+            "its kernels run on GPUs, and shards wait on the host",
+            "choose single, ddp or fsdp, or adamw",
+        )
+    return [
+        Problem(f"{key} cannot run on this profile: {flat if flattens else on_host}", where, hint)
+        for key, (flat, on_host, hint) in packed.items()
+    ]
 
 
 def _steps_anyway(installed: str, where: str) -> list[Problem]:

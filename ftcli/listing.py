@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
 from .errors import InputError, nearest
-
-PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "deepspeed")
 
 
 def lines_about(what: str) -> Iterable[str]:
@@ -34,9 +31,10 @@ def lines_about(what: str) -> Iterable[str]:
 def versions() -> list[str]:
     """Return the version of ftcli and of the packages a run depends on."""
     from . import __version__
+    from .run_folder import PACKAGES, package_versions
 
-    found = {item.metadata["Name"].lower(): item.version for item in metadata.distributions()}
-    return _columns([("ftcli", __version__), *((name, found.get(name, "not installed")) for name in PACKAGES)])
+    found = package_versions() | {"ftcli": __version__}
+    return _columns([(name, found.get(name, "not installed")) for name in PACKAGES])
 
 
 def _columns(rows: list[tuple[str, str]]) -> list[str]:

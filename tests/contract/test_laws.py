@@ -83,7 +83,6 @@ def test_law_1_only_hardware_and_profiles_name_backends() -> None:
     }
     assert guilty <= {
         "run_folder.py",
-        "listing.py",
         "supervision.py",
         "foreign_names.py",
         "models.py",

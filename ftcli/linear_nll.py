@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits that exist at once, at most, unless one row has more: 2^28 are 512 MiB in bfloat16, and 1 GiB as
-# log-probabilities. Each piece is added to the weight's gradient, which reads and writes all of that, so few are made.
-PIECE = 2**28
+from .memory import PIECE
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 After = Callable[[Tensor], Tensor]  # what a model does to logits, elementwise

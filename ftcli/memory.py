@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 MODES = ("none", "selective", "full")  # what is computed again in the backward pass, from the fastest on
 USABLE = 0.9  # of a device's memory: the rest is the driver's, communication's, and lost between tensors
-PIECE = 2**28  # logits that exist at once, as in linear_nll.py
+# Logits that linear_nll.py holds at once, at most, unless one row has more: 2^28 are 512 MiB in bfloat16, and 1 GiB as
+# log-probabilities. Each piece is added to the weight's gradient, which reads and writes all of that, so few are made.
+PIECE = 2**28
 LANGUAGE = ("sft", "pretrain")  # tasks whose loss needs logits of the whole vocabulary
 OUTSIDE = ("embed", "wte", "wpe", "lm_head")  # in the names of matrices that adapters leave alone
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2, "fp8": 2}

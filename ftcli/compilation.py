@@ -33,13 +33,13 @@ def check_compile(recipe: Recipe) -> None:
 def compile_layers(model: nn.Module, recipe: Recipe, *, hooked: bool) -> list[str]:
     """Compile the layers of a model that is not prepared yet, where asked for; return the line for the log.
 
-    `hooked`: the backend will fetch weights by hooks on every module inside a layer (ZeRO-3): nothing is compiled, and
-    the line says so. Raises `InputError` for a model whose layers are not known.
+    `hooked`: the backend will fetch weights by hooks on every module inside a layer: nothing is compiled, and the line
+    says so. Raises `InputError` for a model whose layers are not known.
     """
     if not recipe.model.torch_compile:
         return []
     if hooked:
-        return ["torch_compile: left out, ZeRO-3 fetches weights by hooks inside of layers"]
+        return ["torch_compile: left out, this profile fetches weights by hooks inside of layers"]
     check_compile(recipe)
     inner = base_model_of(model)
     kinds = set(getattr(inner, "_no_split_modules", None) or ())

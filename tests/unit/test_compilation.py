@@ -50,7 +50,7 @@ def test_what_is_left_out_is_told() -> None:
     model = tiny("llama")
     assert compile_layers(model, recipe("x"), hooked=False) == []
     assert compile_layers(model, asked(), hooked=True) == [
-        "torch_compile: left out, ZeRO-3 fetches weights by hooks inside of layers"
+        "torch_compile: left out, this profile fetches weights by hooks inside of layers"
     ]
     assert "forward" not in vars(model.model.layers[0])
 

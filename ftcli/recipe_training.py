@@ -153,7 +153,8 @@ class Checkpoint(Section):
         True,
         description="Train on while a checkpoint is written: a step then waits only for a copy to host memory, where "
         "each process needs room for all it saves (12 bytes for every float32 weight that is trained, divided by the "
-        "number of processes). false, or too little memory: wait for the disk, with one file of 256 MiB in memory "
+        "number of processes). A kill then costs what was trained since the checkpoint before the newest, which may "
+        "be on its way. false, or too little memory: wait for the disk, with one file of 256 MiB in memory "
         f"at a time. {MACHINE_HINT}",
     )
     keep_best: Best | None = Field(

@@ -27,6 +27,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STARTED = "FTCLI_STARTED"  # when our parent started the launch, on the monotonic clock of this machine
 POLL_SECONDS = 0.5
 ECHO_SECONDS = 2.0
+REPEAT_SECONDS = 0.5  # one signal heard twice: `timeout` sends it to us, and then to our whole group
 PEER_GRACE_SECONDS = 10.0
 
 
@@ -99,9 +100,9 @@ class StopRequest:
 
     Use as a context manager. Below ftcli's own parent only the file counts: the parent owns the signals, and one that
     reaches every process of a job at once (`scancel`) must end none of them. In this process alone, or under a bare
-    `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count too, and a second signal does what it did before (under
-    torchrun not within two seconds: of a signal to every process of a job it passes its own on to the ranks). One
-    rank per machine reads the file; ranks must agree among themselves.
+    `accelerate launch`, SIGINT, SIGTERM and SIGUSR1 count too, and a second signal does what it did before. The
+    same one within half a second is no second; none is within two seconds under torchrun, which passes on to the
+    ranks what they have heard already. One rank per machine reads the file; ranks must agree among themselves.
     """
 
     def __init__(self, folder: RunFolder | str | Path | None = None) -> None:
@@ -114,7 +115,7 @@ class StopRequest:
         self._began = float(os.environ.get(STARTED) or time.monotonic())
         self._ends = math.inf
         self._pid = os.getpid()
-        self._signalled = -math.inf  # when the first signal came, on the monotonic clock
+        self._first, self._signalled = "", -math.inf  # the first signal, and when it came, on the monotonic clock
         self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         self._at_once = False
 
@@ -176,8 +177,8 @@ class StopRequest:
         name = signal.Signals(number).name
         if os.getpid() != self._pid:  # in a child that was forked meanwhile, which is no part of the agreement
             _die_of(number)
-        elif time.monotonic() - self._signalled < self._echo:  # the first once more, which torchrun passes on
-            return
+        elif time.monotonic() - self._signalled < max(self._echo, REPEAT_SECONDS if name == self._first else 0.0):
+            return  # the first once more
         elif self._signalled > -math.inf:  # the second: no more patience
             self._restore()
             if signal.getsignal(number) is signal.SIG_IGN:  # so shells start what they put into the background
@@ -186,7 +187,7 @@ class StopRequest:
                 _fail(self._folder, EXIT_SIGNAL + number, f"ended by a second signal ({name})")
             os.kill(os.getpid(), number)
         else:
-            self._signalled = time.monotonic()
+            self._first, self._signalled = name, time.monotonic()
             self.reason = self.reason or name
             if self._at_once:
                 raise Stopped(name)

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import IO, Any
 
 from .errors import EXIT_FAILED, EXIT_INPUT, EXIT_SIGNAL
-from .faults import STARTED, STOP_SIGNALS, end_early
+from .faults import REPEAT_SECONDS, STARTED, STOP_SIGNALS, end_early
 from .rank_watch import RankWatch
 from .run_folder import FLIGHT_RECORDER, HEARTBEATS, RunFolder
 
@@ -97,6 +97,7 @@ def supervise(
             watch.look()  # before the others die, or fail for want of peers
             ended_by_us = watch.records() if code is None else None
         finally:
+            child.kill()  # asked to end, a launcher prints a stack of its own about it
             end_processes(token)
             child.wait()
             relay.finish()
@@ -152,6 +153,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self._heard = 0.0  # when the newest came: the same one again within half a second is the same request
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -166,7 +168,10 @@ class _Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Nothing else here: a handler may interrupt a print, and a second print inside it would raise.
-        self.names.append(signal.Signals(number).name)
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self.names[-1:] != [name] or now - self._heard >= REPEAT_SECONDS:
+            self.names.append(name)
+            self._heard = now
 
 
 class _Relay:
@@ -239,7 +244,6 @@ def _wait(
             if is_stopping and watch.since is None and is_loading():
                 return ENDED_EARLY
         if watch.is_input and not folder.status().get("step"):  # others wait for rows that nobody prepares; none saves
-            child.kill()  # it would print a stack of its own about its end
             return None
         if watch.since is not None and time.monotonic() - watch.since > FAILURE_GRACE_SECONDS:
             say(f"ftcli: {watch.told() or 'a rank has failed'}, and others hang: ending all processes")

@@ -277,9 +277,10 @@ def test_a_second_signal_ends_the_run_at_once_as_any_process(
     number: str, code: int, inputs: Path, tmp_path: Path
 ) -> None:
     line = ("ftcli", "train", "recipe.yaml", "--output", tmp_path / "run")
-    result = shell(inputs, *line, SIGNAL_AT="loss 5", SIGNALS=f"SIGTERM {number}")
+    first = "SIGUSR1" if number == "SIGTERM" else "SIGTERM"
+    result = shell(inputs, *line, SIGNAL_AT="loss 5", SIGNALS=f"{first} {number}")
     assert result.returncode == code, result.stderr
-    assert "SIGTERM: stopping after the current step; a second signal ends it at once" in result.stderr
+    assert f"{first}: stopping after the current step; a second signal ends it at once" in result.stderr
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["exit_code"]) == ("failed", 128 + signal.Signals[number])
     assert status["error"] == f"ended by a second signal ({number})"

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from ftcli.errors import InputError
-from ftcli.faults import Stopped, StopRequest, failure_records, ignore_signals_in_workers, record_failure
+from ftcli.faults import (
+    REPEAT_SECONDS,
+    Stopped,
+    StopRequest,
+    failure_records,
+    ignore_signals_in_workers,
+    record_failure,
+)
 from ftcli.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,8 +94,18 @@ def test_a_signal_is_a_stop_request_and_handlers_are_put_back(tmp_path: Path, nu
 
 def test_a_second_signal_does_what_it_did_before(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest.listening(tmp_path):
+        signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_that_a_wrapper_sends_to_us_and_to_our_group_is_one(tmp_path: Path) -> None:
+    with StopRequest.listening(tmp_path) as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.reason == "SIGINT"
+        time.sleep(REPEAT_SECONDS)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_second_signal_ends_a_run_in_the_background_too(tmp_path: Path) -> None:
@@ -97,7 +114,7 @@ import signal, sys
 from ftcli.faults import StopRequest
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts with &
 with StopRequest.listening(sys.argv[1]):
-    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
 """
     assert run_script(script, str(tmp_path)).returncode == -signal.SIGINT

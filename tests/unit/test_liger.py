@@ -164,6 +164,8 @@ def test_the_log_says_what_was_replaced(kind: str, asked: bool | None, on_gpu: b
 
 
 def test_asked_for_on_a_gpu_they_must_be_there_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda x, *rest: None if x == "liger_kernel" else found(x, *rest))
     given = recipe("llama", model={"name": "x", "use_liger_kernel": True})
     with pytest.raises(InputError, match="use_liger_kernel: the package liger-kernel is not installed") as missing:
         use_liger(tiny("llama"), given, on_gpu=True)

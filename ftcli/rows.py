@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .assets import asset_path
 from .errors import InputError, nearest
@@ -75,22 +75,37 @@ def labels_of(sources: Sequence[Source]) -> list[str]:
 def first_columns(source: Source, *, most_bad: int = 0) -> list[str] | None:
     """Return the columns of a source's first rows, as they are there, where that needs no library; None where it does.
 
-    Of one row more than may be unusable (`most_bad`).
+    Of one row more than may be unusable (`most_bad`). Raises `InputError` for a line of .jsonl that is none: rows that
+    are read at once allow for none of those.
     """
     path = local_path(source.path)
     if path is None or path.suffix not in (".jsonl", ".json", ".csv", ".txt"):
         return None
+    if path.suffix == ".txt":
+        return ["text"]
+    errors = "replace" if path.suffix == ".jsonl" else "strict"  # a line that is no row is told first
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with path.open(encoding="utf-8-sig", errors=errors, newline="") as file:
             if path.suffix == ".csv":
-                row = next(csv.DictReader(line.replace("\0", "") for line in file), {})
-                return [name for name in row if name is not None] or None  # None: cells behind the last column
-            if path.suffix == ".txt":
-                return ["text"]
-            start = file.read(FIRST_CHARACTERS).lstrip().removeprefix("[")
+                table = csv.reader(line.replace("\0", "") for line in file)
+                return next((names for names in table if names), None)
+            rows = _lines_of(path, file) if path.suffix == ".jsonl" else _objects_of(file)
+            return list(dict.fromkeys(name for row in islice(rows, 1 + most_bad) for name in row)) or None
     except UnicodeDecodeError:  # it is told, with its line, when all rows are read
         return None
-    return list(dict.fromkeys(name for row in islice(json_objects(start), 1 + most_bad) for name in row)) or None
+
+
+def _objects_of(file: TextIO) -> Iterator[dict[str, Any]]:
+    return json_objects(file.read(FIRST_CHARACTERS).lstrip().removeprefix("["))
+
+
+def _lines_of(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .jsonl file; raises `InputError` for a line that is none, and where there is no line."""
+    number = 0
+    for number, line in ((number, line) for number, line in enumerate(file, start=1) if line.strip()):
+        yield _parsed(path, number, line)
+    if not number:
+        raise InputError(f"{path} is empty", hint="give a file with at least one row")
 
 
 def json_objects(text: str) -> Iterator[dict[str, Any]]:
@@ -120,7 +135,7 @@ def check_source(source: Source, columns: dict[str, str], *, most_bad: int = 0) 
     elif path.suffix not in FORMATS:
         known = ", ".join(FORMATS)
         raise InputError(f"{path} has no known data format", hint=f"known: {known}, or a folder of images")
-    elif (names := _first_columns(path, most_bad)) is not None:
+    elif (names := first_columns(source, most_bad=most_bad)) is not None:
         require_columns(names, columns.values(), str(path))
 
 
@@ -134,23 +149,6 @@ def require_file(path: Path) -> None:
         )
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path} is empty", hint="give a file with at least one row")
-
-
-def _first_columns(path: Path, most_bad: int) -> list[str] | None:
-    """Return the column names of a file's first rows where that needs no library; None where it does.
-
-    Raises `InputError` for a line of .jsonl that is none: rows that are read at once allow for none of those.
-    """
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        if path.suffix == ".csv":
-            return next(csv.reader(line.replace("\0", "") for line in file), [])
-        if path.suffix == ".jsonl":
-            lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-            rows = [_parsed(path, number, line) for number, line in islice(lines, 1 + most_bad)]
-            if not rows:
-                raise InputError(f"{path} is empty", hint="give a file with at least one row")
-            return list(dict.fromkeys(name for row in rows for name in row))
-    return None
 
 
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:

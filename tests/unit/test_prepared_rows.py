@@ -21,7 +21,8 @@ from ftcli.checks import format_facts
 from ftcli.encoding import PARALLEL_FROM, encode_source, encoded_files
 from ftcli.errors import InputError
 from ftcli.evaluation import source_losses
-from ftcli.recipe import Recipe
+from ftcli.recipe import Recipe, Source
+from ftcli.rows import check_source, first_columns
 from ftcli.tasks import build_task
 from ftcli.tasks.tokens import fit
 
@@ -297,6 +298,44 @@ def test_check_tells_the_format_of_every_source_from_its_first_row(model: Path, 
     assert hub == {"data.train": "org/rows: format not looked at before rows are prepared"}
     with pytest.raises(InputError, match="holds messages, which this task does not train on"):
         format_facts(recipe_of(model, {"train": str(tmp_path / "a.jsonl")}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns"),
+    [
+        ("header.csv", "prompt,completion\n", ["prompt", "completion"]),
+        ("blank.csv", "\n\nprompt,completion\nx,y\n", ["prompt", "completion"]),
+        ("wide.csv", f"prompt,completion\n{'x' * 200_000},y\n", ["prompt", "completion"]),
+        ("rows.jsonl", '\n{"a": 1}\n{"b": 2}\n{"c": 3}\n', ["a", "b"]),
+        ("rows.json", '[{"a": 1}, {"b": 2}, {"c": 3}]', ["a", "b"]),
+        ("text.txt", "a line\n", ["text"]),
+    ],
+)
+def test_columns_are_those_of_the_first_rows_and_a_missing_one_is_told_before_all_rows_are_read(
+    name: str, content: str, columns: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    source = Source(path=str(tmp_path / name))
+    assert first_columns(source, most_bad=1) == columns
+    check_source(source, {"prompt": columns[0]}, most_bad=1)
+    with pytest.raises(InputError, match="no column 'elsewhere'"):
+        check_source(source, {"prompt": "elsewhere"}, most_bad=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [("\n[1]\n", "row 2 is not a JSON object"), ("\n\xff\n", "row 2 is not JSON"), ("\n", "is empty")],
+)
+def test_a_line_that_is_no_row_is_told_before_all_rows_are_read(content: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content.encode("latin-1"))
+    with pytest.raises(InputError, match=told):
+        first_columns(Source(path=str(tmp_path / "rows.jsonl")))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.csv"])
+def test_columns_of_a_file_that_is_no_text_are_left_to_its_reader(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes('{"é": 1}'.encode("latin-1"))
+    assert first_columns(Source(path=str(tmp_path / name))) is None
 
 
 @pytest.mark.parametrize(

@@ -39,24 +39,24 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def save_tiny_causal(folder: Path, *, tied: bool = True) -> Path:
-    """Write a two-layer Llama whose sizes no small world divides, with its tokenizer."""
+def save_tiny_causal(folder: Path, *, tied: bool = True, **sizes: int) -> Path:
+    """Write a two-layer Llama whose sizes no small world divides, with its tokenizer.
+
+    `sizes` replaces some of them, in the words of LlamaConfig, where a test needs more to measure.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=63,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
+    tiny = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 63,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(**tiny | sizes, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=1)
     return _save(LlamaForCausalLM(config), tiny_tokenizer(), folder)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.testing import run_on_processes, save_tiny_causal, tiny_tokenizer
+from ftcli.testing import run_on_processes, save_tiny_causal
 
 from ..multiprocess.cells import cell, write_inputs
 
@@ -25,23 +25,18 @@ LENGTH = 1024
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the small cells, and with a model large enough that memory is a matter of its sizes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("inputs")
     write_inputs(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    save_tiny_causal(
+        folder / "medium",
+        tied=False,
         vocab_size=32000,
         hidden_size=1024,
         intermediate_size=2816,
         num_hidden_layers=12,
         num_attention_heads=16,
         num_key_value_heads=8,
-        eos_token_id=1,
-        pad_token_id=1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder / "medium")
-    tiny_tokenizer().save_pretrained(folder / "medium")
     text = "a long text " * 200  # bytes are tokens
     rows = [json.dumps({"prompt": f"{number}", "completion": text}) for number in range(80)]
     (folder / "long.jsonl").write_text("\n".join(rows) + "\n")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ftcli.base_model import base_model_of
-from ftcli.testing import run_on_cpu
+from ftcli.testing import run_on_cpu, save_tiny_causal
 
 from .cells import CELLS, cell, write_inputs
 
@@ -38,25 +38,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_large_causal(folder: Path, *, tied: bool) -> Path:
     """Write a Llama of some 320 MB in float32."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ftcli.testing import tiny_tokenizer
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return save_tiny_causal(
+        folder,
+        tied=tied,
         vocab_size=24000 if tied else 12000,
         hidden_size=768,
         intermediate_size=2048,
         num_hidden_layers=8,
         num_attention_heads=12,
-        tie_word_embeddings=tied,
-        eos_token_id=1,
-        pad_token_id=1,
+        num_key_value_heads=12,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def load_and_watch(folder: Path, name: str) -> tuple[int, int]:

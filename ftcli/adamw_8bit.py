@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .adamw_bf16 import here
+from .adamw_by_weight import AdamWByWeight, here
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,47 +24,30 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # which map of 256 values a mom
 KINDS = dict.fromkeys(SIGNED, torch.uint8)
 
 
-class AdamW8bit(torch.optim.AdamW):
+class AdamW8bit(AdamWByWeight):
     """AdamW over groups that say by `kinds` whether their moments have 8 bits (`KINDS`); else they have 32."""
 
-    def __init__(self, groups: Any, **options: Any) -> None:
-        super().__init__(groups, fused=False, foreach=False, **options)
+    kinds = dict.fromkeys(SIGNED, torch.float32)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make one step on every weight that has a gradient."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                if not state:
-                    kinds = group.get("kinds") or dict.fromkeys(SIGNED, torch.float32)
-                    state.update({kind: torch.zeros_like(weight, dtype=dtype) for kind, dtype in kinds.items()})
-                    state["step"] = torch.zeros(())  # on the host, so that nobody waits to read it
-                state["step"] += 1
-                if here(weight).numel():
-                    _step(group, weight, state)
+    def step_weight(self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> None:
+        """Step one weight in place by bitsandbytes' kernel for its kind of moments."""
+        import bitsandbytes  # noqa: F401 - its operations come with it
 
-
-def _step(group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> None:
-    import bitsandbytes  # noqa: F401 - its operations come with it
-
-    (beta1, beta2), count, rate = group["betas"], int(state["step"]), float(group["lr"])
-    gradient, value = here(weight.grad).contiguous(), here(weight)  # type: ignore[arg-type]
-    first, second = (here(state[kind]) for kind in SIGNED)
-    eps, decay = group["eps"], group["weight_decay"]
-    kernels = torch.ops.bitsandbytes
-    if first.dtype == torch.uint8:
-        maps = [code(signed, value.device) for signed in SIGNED.values()]
-        scales = [absmax(state, kind) for kind in SIGNED]
-        more = (beta1, beta2, 0.0, 0.0, eps, count, rate, *maps, *scales, decay, 1.0, False)
-        kernels.optimizer_update_8bit_blockwise("adam", gradient, value, first, second, *more)
-        for scale in scales:
-            _shorten(scale)
-        return
-    more = (0.0, 0.0, beta1, beta2, 0.0, 0.0, eps, decay, count, rate, 1.0, False)
-    kernels.optimizer_update_32bit("adam", gradient, value, first, second, None, *more)
+        (beta1, beta2), count, rate = group["betas"], int(state["step"]), float(group["lr"])
+        gradient, value = here(weight.grad).contiguous(), here(weight)  # type: ignore[arg-type]
+        first, second = (here(state[kind]) for kind in SIGNED)
+        eps, decay = group["eps"], group["weight_decay"]
+        kernels = torch.ops.bitsandbytes
+        if first.dtype == torch.uint8:
+            maps = [code(signed, value.device) for signed in SIGNED.values()]
+            scales = [absmax(state, kind) for kind in SIGNED]
+            more = (beta1, beta2, 0.0, 0.0, eps, count, rate, *maps, *scales, decay, 1.0, False)
+            kernels.optimizer_update_8bit_blockwise("adam", gradient, value, first, second, *more)
+            for scale in scales:
+                _shorten(scale)
+            return
+        more = (0.0, 0.0, beta1, beta2, 0.0, 0.0, eps, decay, count, rate, 1.0, False)
+        kernels.optimizer_update_32bit("adam", gradient, value, first, second, None, *more)
 
 
 def absmax(state: dict[str, Any], kind: str) -> Tensor:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .adamw_by_weight import AdamWByWeight, here
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,53 +28,30 @@ if TYPE_CHECKING:
 KINDS = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32, "remainder": torch.int16}
 
 
-class AdamWBf16(torch.optim.AdamW):
+class AdamWBf16(AdamWByWeight):
     """AdamW (Loshchilov & Hutter 2019) on bfloat16 weights, with the numbers of float32 weights.
 
     Takes the groups and options of torch's own; gradients are bfloat16, arithmetic is float32.
     """
 
-    def __init__(self, groups: Any, **options: Any) -> None:
-        kinds = {"kinds": KINDS}  # hardware/state.py makes missing state from it
-        super().__init__([kinds | group for group in groups], fused=False, foreach=False, **options)
+    kinds = KINDS
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make one step on every weight that has a gradient."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                if not state:
-                    state.update({kind: torch.zeros_like(weight, dtype=dtype) for kind, dtype in KINDS.items()})
-                    state["step"] = torch.zeros(())  # on the host, so that nobody waits to read it
-                state["step"] += 1
-                _step(group, weight, state)
-
-
-def _step(group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> None:
-    (beta1, beta2), count, rate = group["betas"], float(state["step"]), float(group["lr"])
-    numbers = (
-        1 - rate * group["weight_decay"],
-        rate / (1 - beta1**count),
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        (1 - beta2**count) ** -0.5,
-        group["eps"],
-    )
-    held: list[Any] = [weight, weight.grad, *(state[kind] for kind in KINDS)]
-    tensors = [here(tensor).view(-1) for tensor in held]
-    if tensors[0].numel():
+    def step_weight(self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> None:
+        """Step one weight in place: on a GPU by one compiled kernel."""
+        (beta1, beta2), count, rate = group["betas"], float(state["step"]), float(group["lr"])
+        numbers = (
+            1 - rate * group["weight_decay"],
+            rate / (1 - beta1**count),
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            (1 - beta2**count) ** -0.5,
+            group["eps"],
+        )
+        held: list[Any] = [weight, weight.grad, *(state[kind] for kind in KINDS)]
+        tensors = [here(tensor).view(-1) for tensor in held]
         fused = _compiled() if weight.is_cuda else update
         fused(*tensors, *(torch.tensor(number, dtype=torch.float32) for number in numbers))
-
-
-def here(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def update(

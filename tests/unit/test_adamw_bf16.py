@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from ftcli.adamw_bf16 import AdamWBf16, join, split, update
+from ftcli.adamw_by_weight import AdamWByWeight
 
 STEPS = 200
 
@@ -54,3 +57,26 @@ def test_cutting_a_weight_changes_no_bit() -> None:
     for part in (slice(0, 3), slice(3, 10)):
         update(*(tensor[part] for tensor in cut), *numbers)
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+
+
+class Walk(AdamWByWeight):
+    """Notes which weights are walked over, and with what state."""
+
+    kinds = {"exp_avg": torch.float32}
+    seen: list[tuple[int, int, torch.dtype]]
+
+    def step_weight(self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> None:
+        self.seen.append((weight.numel(), int(state["step"]), state["exp_avg"].dtype))
+
+
+def test_what_has_no_gradient_is_left_out_and_a_shard_without_elements_is_only_counted() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (2, 0, 3, 4)]
+    walk = Walk([{"params": weights[:2]}, {"params": weights[2:], "kinds": {"exp_avg": torch.float16}}])
+    walk.seen = []
+    for _ in range(2):
+        for weight in weights[:3]:
+            weight.grad = torch.ones_like(weight)
+        walk.step()
+    first = [(2, 1, torch.float32), (3, 1, torch.float16)]
+    assert walk.seen == first + [(size, 2, dtype) for size, _, dtype in first]
+    assert int(walk.state[weights[1]]["step"]) == 2 and weights[3] not in walk.state

@@ -48,7 +48,7 @@ def save_tiny_causal(folder: Path, *, tied: bool = True, **sizes: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    tiny = {
+    tiny: dict[str, Any] = {
         "vocab_size": 259,
         "hidden_size": 32,
         "intermediate_size": 63,

@@ -17,10 +17,9 @@ from .errors import InputError, Problem
 from .sampling import seed_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
-    from .recipe import Adapter
+    from .recipe import Adapter, Recipe
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What an adapter's function follows from, but for what its tensors' names and shapes tell.
@@ -32,25 +31,21 @@ CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to beg
 
 
 def add_adapter(
-    model: nn.Module,
-    section: Adapter,
-    *,
-    seed: int,
-    keep: list[str],
-    dtype: torch.dtype,
-    task_type: str | None,
-    rows: dict[str, list[int]] | None = None,
-    weights: Path | None = None,
+    model: nn.Module, recipe: Recipe, *, keep: list[str], task_type: str | None, weights: Path | None = None
 ) -> nn.Module:
     """Return `model` with the recipe's adapter; only the adapter and the modules named in `keep` are trained.
 
-    `keep` are newly made heads, saved in full beside the adapter, as are the recipe's modules_to_save. `rows` are the
-    new rows of embeddings (module name -> indices), trained and saved alone. All these have `dtype`. Adapter weights
-    are drawn from `seed` alone, so they are equal on every process; or they are those of the folder `weights`, or of
+    `keep` are newly made heads, saved in full beside the adapter, as are the recipe's modules_to_save. Of embeddings
+    the rows of new tokens are trained and saved alone. All these have the dtype of trained weights. Adapter weights
+    are drawn from the seed alone, so they are equal on every process; or they are those of the folder `weights`, or of
     adapter.path. Raises `InputError` when names match nothing, and for a folder that holds another adapter.
     """
     from peft import LoraConfig, get_peft_model
 
+    from .hardware.precision import trained_dtype
+    from .token_rows import new_rows
+
+    section, dtype = recipe.adapter, trained_dtype(recipe)
     if section.type == "none":
         return model
     whole = [*keep, *section.modules_to_save]
@@ -65,7 +60,7 @@ def add_adapter(
         target_modules=section.target_modules,
         modules_to_save=whole or None,
         exclude_modules=_endings([*whole, *section.exclude_modules]),
-        trainable_token_indices=rows or None,
+        trainable_token_indices=new_rows(model, recipe) or None,
     )
     try:
         wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -75,7 +70,7 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
         if ".lora_A." in name or ".lora_embedding_B." in name:  # the other one starts at zero
-            _draw(name, parameter, seed)
+            _draw(name, parameter, recipe.seed)
     folder = weights or (Path(section.path) if section.path else None)
     if folder is not None:
         _put(wrapped, folder)

@@ -281,22 +281,12 @@ def _build_model(recipe: Recipe, task: Task, rows: PreparedRows, weights: Path |
     """Return the task's model with its adapter, in training mode and not yet prepared."""
     from .adapters import add_adapter
     from .hardware import built_whole
-    from .hardware.precision import load_dtype, trained_dtype
+    from .hardware.precision import load_dtype
     from .padding import listen
-    from .token_rows import new_rows
 
     model, heads = task.load_model(rows.facts, dtype=load_dtype(recipe), weights=weights)
     with built_whole():
-        model = add_adapter(
-            model,
-            recipe.adapter,
-            seed=recipe.seed,
-            keep=heads,
-            dtype=trained_dtype(recipe),
-            task_type=task.peft_type,
-            rows=new_rows(model, recipe),
-            weights=weights,
-        )
+        model = add_adapter(model, recipe, keep=heads, task_type=task.peft_type, weights=weights)
     task.finish_model(model)
     listen(model)
     return model.train()

@@ -26,19 +26,11 @@ STRETCH = 2**24  # elements that are read from a checkpoint at a time
 def build_model(recipe: Recipe, task: Task, facts: dict[str, Any]) -> Any:
     """Return the model that a run trains, before `prepare`, with the recipe's weights in the dtype of their files."""
     from .adapters import add_adapter
-    from .hardware.precision import trained_dtype
-    from .token_rows import new_rows
 
     model, heads = task.load_model(facts, dtype="auto")
-    model = add_adapter(
-        model,
-        recipe.adapter.model_copy(update={"path": None}),  # the values it began with are not needed
-        seed=recipe.seed,
-        keep=heads,
-        dtype=trained_dtype(recipe),
-        task_type=task.peft_type,
-        rows=new_rows(model, recipe),
-    )
+    anew = recipe.adapter.model_copy(update={"path": None})  # the values it began with are not needed
+    recipe = recipe.model_copy(update={"adapter": anew})
+    model = add_adapter(model, recipe, keep=heads, task_type=task.peft_type)
     task.finish_model(model)
     return model.eval()
 

@@ -13,6 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# What every rank would import for itself, in seconds each; a server process does it once, and ranks fork from it.
+PRELOADED = ["deepspeed", "peft", "datasets", "ftcli.worker", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher"]
+PRELOADED += ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate.utils"]
+PRELOADED += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # with torch's compiler, which DeepSpeed asks for at its start
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -126,12 +131,14 @@ def environment(**values: str) -> Iterator[None]:
     """Set environment variables for the duration of the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
-    yield
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def profile_environment(profile: str, processes: int = 2) -> dict[str, str]:
@@ -156,10 +163,22 @@ def profile_environment(profile: str, processes: int = 2) -> dict[str, str]:
 
 
 def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, profile: str = "ddp") -> list[Any]:
-    """Return what `run_on_processes` returns, with every GPU of this machine out of sight."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    with environment(**hidden):
-        return run_on_processes(function, *args, processes=processes, profile=profile)
+    """Return what `run_on_processes` returns, with every GPU of this machine out of sight.
+
+    Ranks fork from one process that has imported everything. So the first call of a process takes the time of these
+    imports, and each later one begins within a second.
+    """
+    with environment(**ON_CPU):
+        return _run(forking(), function, args, processes, profile)
+
+
+def forking() -> Any:
+    """Return the multiprocessing context of `run_on_cpu`; to be used where `ON_CPU` is the environment."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def meeting_point(processes: int) -> tuple[Any, dict[str, str]]:
@@ -187,11 +206,13 @@ def run_on_processes(function: Callable[..., Any], *args: Any, processes: int = 
     The function must be importable (top level of a module) and may prepare several runs after each other. An
     exception on any rank is raised here with that rank's traceback.
     """
-    context = multiprocessing.get_context("spawn")
+    return _run(multiprocessing.get_context("spawn"), function, args, processes, profile)
+
+
+def _run(context: Any, function: Callable[..., Any], args: tuple[Any, ...], processes: int, profile: str) -> list[Any]:
     store, shared = meeting_point(processes)  # the store lives as long as this name
-    shared |= {"OMP_NUM_THREADS": "1", **profile_environment(profile, processes)}
-    if profile == "single":
-        shared = {"OMP_NUM_THREADS": "1"}
+    shared = {} if profile == "single" else shared | profile_environment(profile, processes)
+    shared = dict(os.environ) | {"OMP_NUM_THREADS": "1"} | shared
     results: Any = context.Queue()
     children = [  # not daemons: those may not start loader processes of their own
         context.Process(target=_on_rank, args=(rank, shared, function, args, results)) for rank in range(processes)
@@ -214,9 +235,11 @@ def run_on_processes(function: Callable[..., Any], *args: Any, processes: int = 
 
 
 def _on_rank(rank: int, shared: dict[str, str], function: Callable[..., Any], args: Any, results: Any) -> None:
+    os.environ.clear()  # one that forked has the environment of an earlier call
     os.environ.update(shared)
     if "WORLD_SIZE" in shared:
         os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    multiprocessing.set_start_method(None, force=True)  # processes of a rank's own start as in any run
     import torch
 
     torch.set_num_threads(1)

@@ -7,7 +7,6 @@ so that a run of a few tiny steps takes about a second.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -17,12 +16,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ftcli.testing import environment, meeting_point, profile_environment
+from ftcli.testing import ON_CPU, environment, forking, meeting_point, profile_environment
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
-PRELOADED = ["deepspeed", "peft", "datasets", "ftcli.worker", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher"]
-PRELOADED += ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate.utils"]
-HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+HIDDEN = ON_CPU | {"HF_HUB_OFFLINE": "1"}
 
 Moment = tuple[str, int]  # an operation as `_kind` names it, and which of its occurrences
 
@@ -36,8 +33,7 @@ def train(
     Returns (exit code of each rank, how often each operation happened on the main rank if it ended by itself). Raises
     `RuntimeError` when a rank is still there after two minutes.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forking()
     world = 1 if profile == "single" else 2
     store, shared = meeting_point(world)  # the store lives as long as this name
     shared = {} if world == 1 else shared | profile_environment(profile, world)

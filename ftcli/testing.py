@@ -16,7 +16,7 @@ from typing import Any
 # What every rank would import for itself, in seconds each; a server process does it once, and ranks fork from it.
 PRELOADED = ["deepspeed", "peft", "datasets", "ftcli.worker", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher"]
 PRELOADED += ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate.utils"]
-PRELOADED += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # with torch's compiler, which DeepSpeed asks for at its start
+PRELOADED += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # with torch's compiler, which DeepSpeed's start asks for
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -76,16 +76,6 @@ def assert_same_bits(wanted: Curves, resumed: Curves) -> None:
 
 
 @pytest.mark.slow
-def test_a_ring_of_profiles_goes_on_from_each_other_and_each_from_itself_bit_for_bit(
-    inputs: Path, saves: Path, single: Curves
-) -> None:
-    for profile, before in (("fsdp", "single"), ("zero3", "fsdp"), ("ddp", "zero3")):
-        saved, resumed = launch(inputs, saves, profile, [before, profile])
-        assert_goes_on(single, resumed[before])
-        assert_same_bits(saved, resumed[profile])
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_profile_goes_on_from_every_other(inputs: Path, saves: Path, single: Curves) -> None:
     curves = {profile: launch(inputs, saves, profile, [])[0] for profile in PROFILES}

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .profiles import Profile
     from .recipe import Recipe
 
+TEXT_TASKS = ("sft", "pretrain", "text_classification")
+
 
 def check_trackers(recipe: Recipe) -> list[Problem]:
     """Return the trackers whose package is not installed: Accelerate would leave them out without a word."""
@@ -66,6 +68,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     from .float8 import check_float8
     from .liger import check_liger
     from .metric_names import check_metric
+    from .model_files import check_model_files
     from .prompts import prompts_of
     from .row_counts import check_row_counts
     from .rows import check_source, model_folder
@@ -82,8 +85,10 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False) -> None:
     check_compile(recipe)
     check_liger(recipe, local_type(recipe.model.name), on_gpu=not cpu and count_gpus() > 0)
     prompts_of(recipe.evaluate.generate)
-    model_folder(recipe.model.name)
-    if not is_own(recipe.task):  # a user's task may import anything: it is asked in the process that trains
+    if is_own(recipe.task):
+        model_folder(recipe.model.name)
+    else:  # a user's task may import anything, and build anything: it is asked in the process that trains
+        check_model_files(recipe.model.name, has_tokenizer=recipe.task in TEXT_TASKS)
         check_attention(recipe, find_task(recipe.task).Task)
         check_metric(recipe, find_task(recipe.task).Task)
     data = recipe.data
@@ -170,7 +175,7 @@ class Report:
     def lines(self) -> list[str]:
         """Return the report as text, one fact a line."""
         plan = self.plan
-        unknown = "not known until the rows are prepared (ftcli fetch, or the first train)"
+        unknown = "not known until the rows are prepared (ftcli tokenize, or the first train)"
         rows: dict[str, Any] = {
             "recipe": self.recipe,
             "profile": self.profile,
@@ -248,14 +253,14 @@ def _survey(recipe: Path, overrides: Sequence[str]) -> Survey:
 
 def _size_facts(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str, Any], list[str]]:
     """Return what is known of tokens per step and of the disk that `final/` needs."""
-    from .memory import stored_shapes
+    from .model_files import stored_shapes
     from .rows import model_folder
 
     facts: dict[str, Any] = {}
     notes: list[str] = []
     if recipe.batch.micro_size == "auto":
         facts["micro size"] = f"auto: tried on the GPUs when the run begins; {AUTO_SIZE} at most without one"
-    if recipe.task in ("sft", "pretrain", "text_classification"):
+    if recipe.task in TEXT_TASKS:
         facts["tokens per step"] = f"at most {recipe.batch.global_size * recipe.data.max_length}"
     if recipe.data.packing and counts is not None and "documents" in counts:
         tokens = counts["tokens"] / counts["train"]

@@ -7,13 +7,12 @@ B rows of T tokens; a layer has H hidden, I inner and A attention features, K of
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError
+from .model_files import json_of, stored_shapes
 
 if TYPE_CHECKING:
     from .planning import Plan
@@ -94,28 +93,6 @@ class Sizes:
     shape: Shape | None
 
 
-def stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor in a folder's safetensors files, from their headers.
-
-    Raises `InputError` for a file that has none.
-    """
-    found: dict[str, list[int]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = _json(path, file.read(length) if length <= path.stat().st_size else b"")
-        found |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-    return found
-
-
-def _json(path: Path, content: bytes) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(content)
-    except ValueError as error:
-        raise InputError(f"model.name: {path} cannot be read", hint="is the model whole?") from error
-    return found
-
-
 def sizes_in(folder: Path, recipe: Recipe) -> Sizes:
     """Return how large the model in a local folder is for a recipe, before it is loaded.
 
@@ -123,7 +100,7 @@ def sizes_in(folder: Path, recipe: Recipe) -> Sizes:
     """
     shapes = stored_shapes(folder)
     config = folder / "config.json"
-    shape = Shape.of(_json(config, config.read_bytes())) if config.is_file() else None
+    shape = Shape.of(json_of(config, config.read_bytes())) if config.is_file() else None
     total = sum(math.prod(size) for size in shapes.values())
     if recipe.adapter.type == "none":
         return Sizes(total, 0, shape)

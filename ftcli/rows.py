@@ -32,6 +32,7 @@ ONE_A_LINE = "a .jsonl file has one JSON object a line"
 FIRST_BYTES = 10 * 2**20  # of a .jsonl file, from which `datasets` infers its columns
 FIRST_CHARACTERS = 2**20  # in which the first row of a JSON file must end to be looked at
 WHITE = re.compile(r"[\s,]*")  # between the rows of a JSON file
+RELATIVE = "a relative path starts at the current folder"
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
@@ -49,8 +50,11 @@ def model_folder(name: str) -> Path | None:
     path = local_path(name)
     if path is None:
         return None
+    if not path.exists():
+        raise InputError(f"model.name: no model folder at {path.absolute()}", hint=_like(path) or RELATIVE)
     if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
-        raise InputError(f"model.name: {path.absolute()} is not a model folder (it has no config.json)")
+        hint = f"it is a run, and its weights are {path / 'final'}" if (path / "final").is_dir() else ""
+        raise InputError(f"model.name: {path.absolute()} is not a model folder (it has no config.json)", hint=hint)
     return path
 
 
@@ -139,13 +143,17 @@ def check_source(source: Source, columns: dict[str, str], *, most_bad: int = 0) 
         require_columns(names, columns.values(), str(path))
 
 
+def _like(path: Path) -> str:
+    """Return which name in its folder a path that is not there may have meant."""
+    return nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
+
+
 def require_file(path: Path) -> None:
     """Raise `InputError` when there is nothing at a path, or an empty file."""
     if not path.exists():
         raise InputError(
             f"no data at {path.absolute()}",
-            hint=(nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else "")
-            or "check data.train and data.eval; a relative path starts at the current folder",
+            hint=_like(path) or f"check data.train and data.eval; {RELATIVE}",
         )
     if path.is_file() and path.stat().st_size == 0:
         raise InputError(f"{path} is empty", hint="give a file with at least one row")

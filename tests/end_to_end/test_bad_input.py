@@ -139,15 +139,22 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a broken image": (IMAGE | {"data": {"train": "broken_images"}}, ("row 4 of broken_images", "cannot read image")),
     "no model": ({"model": {"name": "nobody/no-such-model"}}, ("neither on this machine nor", "check the spelling")),
     "no name of a model": ({"model": {"name": "no such model!"}}, ("neither on this machine nor", "spelling")),
-    "no model folder": ({"model": {"name": "./cuasal"}}, ("cuasal is not a model folder",)),
+    "no model folder": ({"model": {"name": "./cuasal"}}, ("no model folder at", "did you mean 'causal'?")),
     "an encoder for sft": ({"model": {"name": "encoder"}}, ("not those of a BertLMHeadModel", "right model")),
     "a masked encoder for sft": ({"model": {"name": "masked"}}, ("masked is an encoder (bert)", "causal")),
-    "an image model for sft": ({"model": {"name": "vit"}}, ("AutoTokenizer cannot load vit", "tokenizer.json")),
+    "an image model for sft": ({"model": {"name": "vit"}}, ("vit has no tokenizer", "tokenizer.json")),
     "a language model for images": (
         IMAGE | {"model": {"name": "causal"}},
         ("AutoImageProcessor cannot load causal", "preprocessor_config.json"),
     ),
-    "broken weights": ({"model": {"name": "broken"}}, ("AutoModelForCausalLM cannot load broken", "header")),
+    "broken weights": ({"model": {"name": "broken"}}, ("broken/model.safetensors cannot be read", "whole?")),
+    "half a download": (
+        {"model": {"name": "short"}},
+        ("short/model.safetensors ends after", "bring it here again"),
+    ),
+    "a shard that lacks": ({"model": {"name": "sharded"}}, ("sharded lacks model-2.safetensors, 1 of 2 files",)),
+    "no weights": ({"model": {"name": "empty_model"}}, ("empty_model holds no weights", "model.safetensors")),
+    "a run for a model": ({"model": {"name": "./a_run"}}, ("is not a model folder", "its weights are a_run/final")),
     "broken configuration": ({"model": {"name": "misconfigured"}}, ("misconfigured", "not a valid JSON file")),
     "an unknown kernel": (
         {"model": {"name": "causal", "attn_implementation": "nonsense"}},
@@ -187,6 +194,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     testing.tiny_tokenizer().save_pretrained(folder / "masked")
     shutil.copytree(folder / "causal", folder / "broken")
     (folder / "broken" / "model.safetensors").write_bytes(RUBBISH)
+    shutil.copytree(folder / "causal", folder / "short")
+    whole = (folder / "causal" / "model.safetensors").read_bytes()
+    (folder / "short" / "model.safetensors").write_bytes(whole[:-1])
+    shutil.copytree(folder / "causal", folder / "sharded")
+    (folder / "sharded" / "model.safetensors").rename(folder / "sharded" / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copytree(folder / "causal", folder / "empty_model")
+    (folder / "empty_model" / "model.safetensors").unlink()
+    (folder / "a_run" / "final").mkdir(parents=True)
     shutil.copytree(folder / "causal", folder / "misconfigured")
     (folder / "misconfigured" / "config.json").write_text("{no")
     shutil.copytree(folder / "causal", folder / "picky")

@@ -97,7 +97,7 @@ def read_document(path: str | Path) -> Document:
     except FileNotFoundError:
         raise InputError("no such file", where=name) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"is not UTF-8 text: byte {error.start} cannot be read", where=name) from None
+        raise InputError(f"is not UTF-8 text: byte {error.start} cannot be read", name, "save it as UTF-8") from None
     except OSError as error:
         raise InputError(f"cannot be read: {(error.strerror or str(error)).lower()}", where=name) from None
     if name.endswith(".json"):
@@ -150,9 +150,20 @@ def _compose(text: str, name: str, *, lines: bool = True) -> Any:
         place = f"{name}:{mark.line + 1}" if lines and mark is not None else name
         told = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         context = getattr(error, "context", None)
-        raise InputError(f"not valid YAML: {told}" + (f" ({context})" if context else ""), where=place) from None
+        hint = next((hint for mistake, hint in _MISTAKES.items() if mistake in told), "") if lines else ""
+        said = f"not valid YAML: {told}" + (f" ({context})" if context else "")
+        raise InputError(said, where=place, hint=hint) from None
     except RecursionError:
         raise InputError("not valid YAML: nested too deeply", where=name) from None
+
+
+# What YAML says of the commonest mistakes -> what to look for.
+_MISTAKES = {
+    "mapping values are not allowed here": "is a colon missing in the line above, or is this one indented too far?",
+    "expected <block end>": "keys of one section stand below each other: is this line indented as those before it?",
+    "could not find expected ':'": "a key is followed by a colon and a space: is one missing in the line above?",
+    "cannot start any token": "indent with spaces, not with tabs, and put text that begins with a sign into quotes",
+}
 
 
 @dataclass

@@ -141,7 +141,8 @@ def _named(path: Path) -> Path:
     """Return the checkpoint that a folder is, or the newest intact one of the run that it is."""
     if not is_checkpoint(path):
         if not checkpoints_of(path):
-            raise InputError(f"--resume {path}: no checkpoint and no run that has one", hint="auto, never or a folder")
+            hint = "auto, never, a run folder, or one of its checkpoints/step-NNNNNN"
+            raise InputError(f"--resume {path}: no checkpoint and no run that has one", hint=hint)
         found = _own(path)
         assert found is not None  # it has some, and damaged ones raise
         return found

@@ -6,6 +6,7 @@ knows pydantic and no recipe, task or profile.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from .errors import Problem, nearest
 
 Model = TypeVar("Model", bound=BaseModel)
 Schema = dict[str, Any]
+_NUMBER = re.compile(r"[-+]?[\d_]*\.?[\d_]+(?:[eE][-+]?\d+)?")
 
 _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _BOUNDS = {
@@ -173,7 +175,7 @@ def _hint(value: Any, node: Schema) -> str:
             return nearest(value, map(str, node["enum"]))
         if "boolean" in types and value.lower() in ("yes", "on", "no", "off", "true", "false"):
             return f"write {'true' if value.lower() in ('yes', 'on', 'true') else 'false'}"
-        if types & {"integer", "number"} and value.strip().lstrip("+-").replace("_", "").replace(".", "").isdigit():
+        if types & {"integer", "number"} and _NUMBER.fullmatch(value.strip()):
             return "write it as a plain number, without quotes or underscores"
     if isinstance(value, float) and "integer" in types and value.is_integer():
         return f"write {int(value)}"

@@ -97,8 +97,25 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
             "a: [1\nb: 2\n",
             "r.yaml:2: not valid YAML: expected ',' or ']', but got ':' (while parsing a flow sequence)",
         ),
-        ("a: b: c\n", "r.yaml:1: not valid YAML: mapping values are not allowed here"),
-        ("a: 1\n\tb: 2\n", "r.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+        (
+            "a: b: c\n",
+            "r.yaml:1: not valid YAML: mapping values are not allowed here\n"
+            "    is a colon missing in the line above, or is this one indented too far?",
+        ),
+        (
+            "a: 1\n\tb: 2\n",
+            "r.yaml:2: not valid YAML: found character '\\t' that cannot start any token (while scanning for the next "
+            "token)\n    indent with spaces, not with tabs",
+        ),
+        (
+            "a:\n    b: 1\n  c: 2\n",
+            "r.yaml:3: not valid YAML: expected <block end>, but found '<block mapping start>' (while parsing a block "
+            "mapping)\n    keys of one section stand below each other",
+        ),
+        (
+            "a: 1\nb 2\n",
+            "r.yaml:3: not valid YAML: could not find expected ':' (while scanning a simple key)\n    a key is",
+        ),
         ("- 1\n", "r.yaml:1: the file holds no mapping\n    it needs lines of the form `key: value`"),
         ("just words\n", "r.yaml:1: the file holds no mapping\n    it needs lines of the form `key: value`"),
         ("a: 1\n---\nb: 2\n", "r.yaml:2: not valid YAML: but found another document"),

@@ -114,6 +114,12 @@ def test_every_mistake_is_told_at_once_and_in_the_order_of_the_file(recipe: Path
             "max_steps: 1e3",
             "9: train.max_steps is 1000.0, and must be a whole number, at least 1, or null\n    write 1000",
         ),
+        (
+            "1e-4",
+            "'1e-4'",
+            "11: optimizer.learning_rate is '1e-4' (text), and must be a number, above 0 and at most 10\n"
+            "    write it as a plain number, without quotes or underscores",
+        ),
         ("1e-4", "11", "11: optimizer.learning_rate is 11, and must be a number, above 0 and at most 10"),
         ("1e-4", ".nan", "11: optimizer.learning_rate is nan, and must be a number, above 0 and at most 10"),
         ("1e-4", "1e-4\n  eps: .inf", "12: optimizer.eps is inf, and must be a number, above 0"),

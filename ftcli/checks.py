@@ -180,8 +180,7 @@ class Report:
             "recipe": self.recipe,
             "profile": self.profile,
             "processes": plan.processes,
-            "rows per step": f"{plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches "
-            f"x {plan.processes} processes",
+            "rows per step": plan.told,
             "training rows": (
                 "as they come" if "stream" in self.facts else unknown if plan.rows is None else plan.rows
             ),

@@ -108,7 +108,8 @@ def told_of_part(part: Part, counts: Counts, data: Data) -> list[str]:
     """Return what became of a source's rows, one fact a line."""
     of = f"data.{part.split} {part.label}: "
     rows = f"of {counts.rows:,} rows"
-    tokens = f", {counts.tokens:,} tokens, {counts.items:,} trained" if counts.tokens else ""
+    used = "trained" if part.split == "train" else "measured"
+    tokens = f", {counts.tokens:,} tokens, {counts.items:,} {used}" if counts.tokens else ""
     lines = [f"{of}{part.format + ', ' if part.format else ''}{counts.rows:,} rows{tokens}"]
     if part.passes > 1 or part.last is not None:
         again = "all rows" if part.last is None else f"{len(part.last):,} of them"

@@ -32,6 +32,17 @@ class Plan:
     steps: int | None
     warmup_steps: int | None
 
+    @property
+    def told(self) -> str:
+        """How the rows of a step are shared out, in words."""
+        rows, batches = counted(self.micro_size, "row"), counted(self.accumulation, "micro-batch", "es")
+        return f"{self.global_size} = {rows} x {batches} x {counted(self.processes, 'process', 'es')}"
+
+
+def counted(number: int, word: str, more: str = "s") -> str:
+    """Return a number with what it counts, in the plural where it is not one."""
+    return f"{number} {word}{'' if number == 1 else more}"
+
 
 def derive_batches(global_size: int, micro_size: int, processes: int) -> tuple[int, int]:
     """Return (rows per forward, forwards per optimizer step) of one process.

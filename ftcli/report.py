@@ -68,15 +68,15 @@ class Reporter:
     def _start_progress(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[line]}"),
+            BarColumn(bar_width=None),  # what the others leave: in 80 columns no number may be cut
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(self.run.steps)) + 1)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+            TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True)),
             console=Console(stderr=True),
+            expand=True,
         )
         self._bar = self._progress.add_task("training", total=self.run.steps, completed=self.number, line="")
         self._progress.start()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .attention import describe_attention
 from .hardware import full_shape
+from .planning import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +25,7 @@ def facts_of(run: Run) -> list[str]:
         *run.rows.told,
         *([] if run.stream is None else [run.stream.told]),
         _describe(run.recipe, run.plan, run.rows),
-        f"device {hardware.accelerator.device.type}, {hardware.distributed_type}, {run.plan.processes} processes",
+        _where(hardware, run.plan.processes),
         hardware.check_dtypes(run.model, run.recipe),
         *describe_attention(
             hardware.unwrap(run.model),
@@ -36,14 +37,18 @@ def facts_of(run: Run) -> list[str]:
     ]
 
 
+def _where(hardware: Hardware, processes: int) -> str:
+    kind = "" if hardware.distributed_type == "NO" else f", {hardware.distributed_type}"  # NO: Accelerate's for none
+    return f"device {hardware.accelerator.device.type}{kind}, {counted(processes, 'process', 'es')}"
+
+
 def _describe(recipe: Recipe, plan: Plan, rows: PreparedRows) -> str:
     evaluated = "none" if rows.eval is None else str(len(rows.eval))
     packed = "" if rows.bins is None else f" of {len(rows.train)} documents"
     trained = "a stream of rows" if rows.streamed else f"{plan.rows} rows{packed}"
     return (
         f"{recipe.task} of {recipe.model.name}: {trained}, {evaluated} for evaluation, "
-        f"{plan.steps} steps of {plan.global_size} = {plan.micro_size} rows x {plan.accumulation} micro-batches "
-        f"x {plan.processes} processes"
+        f"{plan.steps} steps of {plan.told}"
     )
 
 

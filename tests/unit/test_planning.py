@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcli.errors import InputError
-from ftcli.planning import derive_batches, derive_shards, derive_steps
+from ftcli.planning import Plan, derive_batches, derive_shards, derive_steps
 from ftcli.recipe import Train
 
 
@@ -97,3 +97,9 @@ def test_steps_are_unknown_until_the_rows_are() -> None:
 def test_too_few_rows_for_one_batch_are_an_error() -> None:
     with pytest.raises(InputError, match="data.train has 5 rows, fewer than batch.global_size 8"):
         derive_steps(Train(max_steps=9), rows=5, global_size=8)
+
+
+def test_a_plan_says_how_rows_are_shared_out_in_words() -> None:
+    sizes = {"processes": 2, "global_size": 16, "micro_size": 8, "accumulation": 1}
+    shared = Plan(**sizes, rows=64, steps_per_epoch=4, steps=4, warmup_steps=0)
+    assert shared.told == "16 = 8 rows x 1 micro-batch x 2 processes"

@@ -21,7 +21,7 @@ from .cli_options import (
     SetOption,
     for_accelerate,
 )
-from .errors import EXIT_DONE
+from .errors import EXIT_DONE, InputError
 
 TRAIN_CODES = (
     "SIGINT, SIGTERM and SIGUSR1 end the run after the current step with a checkpoint, a second one at once. "
@@ -132,6 +132,8 @@ def preview(
     from . import preview as module
     from .terminal import Style
 
+    if html is not None and not html.parent.is_dir():
+        raise InputError(f"--html: no folder {html.parent} to write {html.name} into")
     found = module.preview_data(recipe, rows=rows, row=row, split=split, full=full, overrides=set_ or ())
     if html is not None:
         html.write_text(found.as_page(), encoding="utf-8")

@@ -82,6 +82,9 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"cannot make {target}: {error.strerror}", hint="name another folder") from error
+    try:
         proof = _write_checkpoint(job, temporary) if job.checkpoint else _write_final(job, temporary)
         distance = reload(temporary, proof)
         if not distance <= job.tolerance:
@@ -164,11 +167,14 @@ def _is_probed(run: RunFolder, checkpoint: Path | None) -> bool:
 
 def _write_final(job: Job, folder: Path) -> Proof:
     """Write the export of a run's final weights; return what it must show."""
+    from .models import quiet_libraries
+
     assert job.final is not None
     proof = Proof(job.auto_class, job.dtype, labels=_labels(job), probe=job.probe)
     leave = shutil.ignore_patterns("model*.safetensors*", *["adapter_*"] * job.merge)
     shutil.copytree(job.final, folder, ignore=leave, dirs_exist_ok=True)
     if job.merge:
+        quiet_libraries()
         model = load_plain(job.auto_class, job.final, _labels(job), dtype="auto")
         proof = _write_merged(job, model, folder, proof)
         card = folder / "README.md"

@@ -152,7 +152,11 @@ def load_writer(
     if (folder.path / "recipe.yaml").exists():
         return _from_run(folder, device, talk)
     section = Model(name=name)
-    tokenizer = load_tokenizer(section)
+    try:
+        tokenizer = load_tokenizer(section)
+    except InputError as error:  # the name stands in no recipe
+        problems = [replace(problem, what=problem.what.removeprefix("model.name: ")) for problem in error.problems]
+        raise InputError(problems) from error
     talk.require_template(name, tokenizer)
     check_variables(talk.variables, texts_of(tokenizer.chat_template), FLAG)
     say(f"loading {name} on {device}")

@@ -204,6 +204,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "causal", folder / "empty_model")
     (folder / "empty_model" / "model.safetensors").unlink()
     (folder / "a_run" / "final").mkdir(parents=True)
+    (folder / "a_run" / "recipe.yaml").write_text(yaml.safe_dump(SFT))
     shutil.copytree(folder / "causal", folder / "misconfigured")
     (folder / "misconfigured" / "config.json").write_text("{no")
     shutil.copytree(folder / "causal", folder / "picky")
@@ -351,7 +352,9 @@ def test_more_processes_than_gpus_are_refused(tmp_path: Path, ftcli: Ftcli, monk
         (("evaluate", "nowhere"), ("nowhere holds no run", "--output")),
         (("export", "nowhere", "new"), ("nowhere has no final weights and no checkpoint",)),
         (("show", "nowhere"), ("nothing to show under 'nowhere'",)),
-        (("generate", "nobody/nothing", "--prompt", "x"), ("neither on this machine nor",)),
+        (("generate", "nobody/nothing", "--prompt", "x"), ("error: nobody/nothing is neither on this machine nor",)),
+        (("preview", "quickstart", "--html", "nowhere/page.html"), ("no folder nowhere to write page.html into",)),
+        (("export", "a_run", "chats.jsonl/new"), ("cannot make", "Not a directory", "another folder")),
         (("generate", "vit", "--prompt", "x"), ("cannot load vit",)),
         (("fetch", "nowhere.yaml"), ("no recipe 'nowhere.yaml'",)),
         (("train", "chats.jsonl"), ("chats.jsonl",)),

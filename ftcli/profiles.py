@@ -116,6 +116,10 @@ def load_profile(name: str | Path) -> Profile:
     """Return the profile in a file, or a shipped one by name; raises one `InputError` with all problems."""
     path = find_file(Path(name).expanduser(), KIND, "profile")
     document = _with_prefixes(read_document(path))
+    if "task" in document.values and "distributed_type" not in document.values:
+        raise InputError(
+            "this is a recipe, not a profile", where=document.name, hint="`ftcli show profiles` lists ours"
+        )
     problems = [*document.problems, *profile_problems(document)]
     told = {problem.where for problem in problems}
     problems += [problem for problem in _misread(path, document) if problem.where not in told]

@@ -46,6 +46,10 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     Raises one `InputError` that holds every problem, each with `file:line` or the override it stands in.
     """
     document = read_document(find_recipe(path_or_name))
+    if document.values and not set(document.values) & set(Recipe.model_fields):
+        is_profile = "distributed_type" in document.values or "compute_environment" in document.values
+        hint = "it is a profile: --profile takes it" if is_profile else "`ftcli init` writes one to start from"
+        raise InputError("this is no recipe: it has none of a recipe's keys", where=document.name, hint=hint)
     _write_sources_out(document.values)
     document = apply_overrides(document, overrides, RIVALS)
     recipe, problems = validate(Recipe, document.values, where=document.where, hint_for=unknown_key_hint)

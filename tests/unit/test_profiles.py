@@ -29,7 +29,7 @@ from ftcli.profiles import (
     user_default,
 )
 from ftcli.recipe import Batch, Data, Faults, Model, Optimizer, Recipe, Source, Train
-from ftcli.shipped import shipped_folder
+from ftcli.shipped import shipped_files, shipped_folder
 
 TYPES = {
     "single": "NO",
@@ -671,3 +671,9 @@ def test_the_place_of_the_user_wide_default_is_accelerate_s_own(monkeypatch: pyt
     Path(fresh.default_yaml_config_file).parent.mkdir(parents=True)
     Path(fresh.default_yaml_config_file).write_text(GOOD["DDP"])
     assert user_default({"HF_HOME": str(folder)}) == Path(fresh.default_yaml_config_file)
+
+
+def test_a_recipe_given_as_a_profile_is_told_once() -> None:
+    with pytest.raises(InputError, match="this is a recipe, not a profile\n    `ftcli show profiles`") as caught:
+        load_profile(shipped_files("recipes")["quickstart"])
+    assert len(caught.value.problems) == 1

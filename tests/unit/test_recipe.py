@@ -511,3 +511,23 @@ def test_a_users_task_that_is_none_is_told(recipe: Path, name: str, body: str | 
     if body is not None:
         Path(name).write_text(body)
     assert told_once(GOOD.replace("task: sft", f"task: {name}")).startswith(f"r.yaml:1: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "model_type: llama\nvocab_size: 9\n",
+            "a.yaml: this is no recipe: it has none of a recipe's keys\n    `ftcli init`",
+        ),
+        ("distributed_type: FSDP\n", "a.yaml: this is no recipe: it has none of a recipe's keys\n    it is a profile"),
+    ],
+)
+def test_a_file_that_is_something_else_is_told_once(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_recipe("a.yaml")
+    assert str(caught.value).startswith(told)

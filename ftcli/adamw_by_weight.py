@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class AdamWByWeight(torch.optim.AdamW, ABC):
     """AdamW over torch's own groups and options; a group says by `kinds` what is kept of each element, and how."""
 
-    kinds: ClassVar[
-        Mapping[str, torch.dtype]
-    ]  # of groups that do not say; hardware/state.py makes missing state from it
+    # Of groups that do not say; hardware/state.py makes missing state from it.
+    kinds: ClassVar[Mapping[str, torch.dtype]]
 
     def __init__(self, groups: Any, **options: Any) -> None:
         super().__init__([{"kinds": self.kinds} | group for group in groups], fused=False, foreach=False, **options)

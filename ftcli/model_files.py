@@ -15,7 +15,7 @@ from .rows import model_folder
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 KINDS_OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken.json", "spiece*")
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "spiece*")
 AGAIN = "is the model whole? bring it here again"
 
 

@@ -118,13 +118,13 @@ def test_two_machines_that_share_a_disk_give_the_curve_of_one_process(
 
 
 @pytest.mark.slow
-def test_two_machines_give_that_curve_for_twenty_steps_at_two_micro_sizes(inputs: Path, tmp_path: Path) -> None:
+def test_two_machines_give_that_curve_for_twenty_steps_at_every_micro_size(inputs: Path, tmp_path: Path) -> None:
     twenty = "train.max_steps=20"
     line = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--cpu", "--output", str(tmp_path / "single")]
     subprocess.run(
         [*line, "--set", twenty], cwd=inputs, env=environment(), check=True, timeout=120, capture_output=True
     )
-    for micro in (1, 4):
+    for micro in (1, 2, 4):
         folder = RunFolder(tmp_path / f"micro-{micro}")
         size = f"batch.micro_size={micro}"
         ended = on_two_machines(inputs, "recipe.yaml", "ddp_multi_node", folder.path, twenty, size)

@@ -1,4 +1,8 @@
-"""The smoke recipes, real models on real rows, through the real command line under every profile."""
+"""The smoke recipes, real models on real rows: one curve under every profile, and what is learnt.
+
+The smallest goes through the real command line under every profile; ranks of the others fork (`run_on_cpu`), for it
+would be imports that take their time. What is learnt is learnt through the real command line.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,21 @@ import pytest
 import ftcli
 from ftcli.fetching import fetch
 from ftcli.run_folder import RunFolder
+from ftcli.testing import run_on_cpu
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(1500)]
 PROFILES = {"single": 1, "ddp": 2, "fsdp": 2, "zero3": 2}
-RECIPES = ["image_classification", "text_classification", "sft", "pretrain"]
 # Three steps show what twenty would; few evaluation rows, for it is the profiles that are compared.
 SHORT = [
     "train.max_steps=3",
     "schedule.warmup_steps=1",
     "evaluate.at_start=false",
     "data.eval=null",
-    "data.eval_rows=6",
+    "data.eval_rows=4",
 ]
+# The large model: one small micro-batch a rank, for each gathers all of its weights; how many rows says nothing more.
+LARGE = ["batch.global_size=4", "batch.micro_size=2"]
+FEWER = {"sft": [*LARGE, "data.max_length=96"], "pretrain": [*LARGE, "data.max_length=48"]}
 
 
 def train(recipe: str, profile: str, folder: Path, overrides: list[str]) -> RunFolder:
@@ -37,15 +44,35 @@ def train(recipe: str, profile: str, folder: Path, overrides: list[str]) -> RunF
     return RunFolder(folder)
 
 
+def train_here(recipe: str, folder: Path, overrides: list[str]) -> None:
+    """Train on this rank, as a process of a bare launch does."""
+    from ftcli import launcher
+
+    launcher.train(f"smoke/{recipe}", output=folder, overrides=overrides, cpu=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_command_line_gives_a_smoke_recipes_curve_under_every_profile(tmp_path: Path) -> None:
+    fetch("smoke/image_classification")
+    assert_one_curve(
+        {profile: train("image_classification", profile, tmp_path / profile, SHORT) for profile in PROFILES}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["text_classification", "sft", "pretrain"])
 def test_a_smoke_recipe_gives_the_same_curve_under_every_profile(recipe: str, tmp_path: Path) -> None:
     fetch(f"smoke/{recipe}")
-    runs = {profile: train(recipe, profile, tmp_path / profile, SHORT) for profile in PROFILES}
-    wanted = runs["single"]
+    overrides = [*SHORT, *FEWER.get(recipe, [])]
+    for profile, processes in PROFILES.items():
+        run_on_cpu(train_here, recipe, tmp_path / profile, overrides, processes=processes, profile=profile)
+    assert_one_curve({profile: RunFolder(tmp_path / profile) for profile in PROFILES})
+
+
+def assert_one_curve(runs: dict[str, RunFolder]) -> None:
     for profile, run in runs.items():
         assert run.status()["state"] == "done", profile
-        assert_same(wanted.metrics(), run.metrics())
+        assert_same(runs["single"].metrics(), run.metrics())
         assert (run.final / "README.md").is_file()
 
 

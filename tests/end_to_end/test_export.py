@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_or_another_base_is_refused_and_nothing_is_left(
     other = ftcli("export", checkpoint_path(run, 2), tmp_path / "e")
     shutil.rmtree(base)
     kept.rename(base)
-    assert missing[0] == 2 and "is not a model folder" in missing[1]
+    assert missing[0] == 2 and "no model folder at" in missing[1]
     assert other[0] == 2, other[1]
     file = next(checkpoint_path(run, 2).glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])

@@ -5,6 +5,7 @@ Nothing is downloaded and nothing is mocked; a task written elsewhere can be hel
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import traceback
@@ -18,6 +19,7 @@ PRELOADED = ["deepspeed", "peft", "datasets", "ftcli.worker", "ftcli.loop", "ftc
 PRELOADED += ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate.utils"]
 PRELOADED += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # with torch's compiler, which DeepSpeed's start asks for
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"  # a whole safetensors file that holds none
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -118,6 +120,15 @@ def _image_processor(name: str, size: int) -> Any:
     kind = getattr(module, f"{name}ImageProcessorPil", None) or getattr(module, f"{name}ImageProcessor")
     side = {"height": size, "width": size}
     return kind(size=side, crop_size=side, do_center_crop=False) if name != "ViT" else kind(size=side)
+
+
+def save_hollow(folder: Path, **config: Any) -> Path:
+    """Write a folder that looks like a model to what only looks at files: a configuration, and weights without any."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(NO_WEIGHTS)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
 
 
 def _save(model: Any, processor: Any, folder: Path) -> Path:

@@ -23,6 +23,7 @@ from ftcli.corpora import (
 )
 from ftcli.errors import InputError, RunError
 from ftcli.recipe import Recipe, Source
+from ftcli.testing import save_hollow
 
 
 def write(path: Path, rows: int, text: str = "x") -> None:
@@ -195,8 +196,7 @@ def test_a_first_file_without_a_row_is_none_to_judge_by_and_files_without_any_ar
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_first_row_of_another_shape_is_refused_only_beyond_the_bound(folder: Path, streams: bool) -> None:
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
+    save_hollow(folder / "model", model_type="llama")
     (folder / "rows.jsonl").write_text('{"note": "x"}\n{"text": "a"}\n')
     (folder / "renamed.jsonl").write_text('{"note": "x"}\n{"body": "a"}\n')
     for name, columns in (("rows.jsonl", {}), ("renamed.jsonl", {"text": "body"})):
@@ -250,7 +250,6 @@ def test_a_stream_needs_a_number_of_steps() -> None:
 def test_a_task_whose_rows_depend_on_each_other_is_refused(folder: Path) -> None:
     from ftcli.checks import check_inputs
 
-    (folder / "m").mkdir()
-    (folder / "m" / "config.json").write_text("{}")
+    save_hollow(folder / "m")
     with pytest.raises(InputError, match="data.streaming: the rows of task text_classification"):
         check_inputs(recipe({}, task="text_classification", model={"name": "./m"}))

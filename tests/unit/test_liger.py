@@ -22,6 +22,7 @@ from ftcli.activations import recompute
 from ftcli.checks import check_inputs
 from ftcli.errors import InputError
 from ftcli.liger import NORMS, _Rotary, replace, use_liger
+from ftcli.testing import save_hollow
 
 from .test_attention import tiny
 from .test_attention_kernels import recipe
@@ -172,7 +173,7 @@ def test_asked_for_on_a_gpu_they_must_be_there_and_fit(tmp_path: Path, monkeypat
     assert "pip install liger-kernel" in str(missing.value)
     with pytest.raises(InputError, match="a model of type opt is not known to be the same with them"):
         use_liger(tiny("opt"), given, on_gpu=True)
-    tiny("llama").save_pretrained(tmp_path / "llama")
+    save_hollow(tmp_path / "llama", model_type="llama")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     here = {"model": {"name": str(tmp_path / "llama"), "use_liger_kernel": True}}
     asked = recipe("x", **here, data={"train": str(tmp_path / "rows.jsonl")})

@@ -32,7 +32,7 @@ class Task(sft.Task):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with rows, and a model that cannot be loaded: it has no weights."""
     testing.save_tiny_causal(tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors").write_bytes(testing.NO_WEIGHTS)
     for name in ("a", "b", "c"):
         rows = ({"prompt": f"{name}{n}", "completion": "x"} for n in range(8))
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -18,6 +18,7 @@ from ftcli.errors import InputError
 from ftcli.loaders import Collate, Rows
 from ftcli.packing import Bins, pack
 from ftcli.sampling import PADDING, TrainOrder, digest
+from ftcli.testing import save_hollow
 
 SETS = st.integers(1, 40).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=60), st.just(capacity))
@@ -121,10 +122,9 @@ def test_an_epoch_of_packed_rows_delivers_every_document_once_at_any_micro_size(
 
 
 def recipe(folder: Path, kind: str, *, task: str = "sft", data: str = "packing: true", model: str = "") -> Path:
-    """Write a recipe for a model of which only the configuration is there: `check` must not need more."""
+    """Write a recipe for a model of which there is a configuration and no weight: `check` must not need more."""
     values = {"model_type": kind, "rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 64}
-    (folder / "model").mkdir(exist_ok=True)
-    (folder / "model" / "config.json").write_text(json.dumps(values if kind == "phi3" else {"model_type": kind}))
+    save_hollow(folder / "model", **values if kind == "phi3" else {"model_type": kind})
     rows = {"prompt": "a", "completion": "b", "text": "a", "label": "b"}
     (folder / "rows.jsonl").write_text(f"{json.dumps(rows)}\n")
     path = folder / "recipe.yaml"

@@ -17,6 +17,7 @@ from ftcli.profiles import load_profile
 from ftcli.recipe import Recipe
 from ftcli.recipe_file import dump_recipe
 from ftcli.run_folder import RunFolder
+from ftcli.testing import save_hollow
 
 STEPS = 4
 LOSSES = [2.5, 2.4, 2.29, 2.2]
@@ -112,8 +113,7 @@ def test_what_is_not_held_still_holds_what_rounding_cannot_touch(tmp_path: Path,
 
 
 def a_recipe(tmp_path: Path, **changes: Any) -> Recipe:
-    (tmp_path / "model").mkdir(exist_ok=True)
-    (tmp_path / "model" / "config.json").write_text("{}")
+    save_hollow(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "b"}\n' * 24)
     values: dict[str, Any] = {
         "task": "text_classification",

@@ -17,6 +17,7 @@ from ftcli.errors import InputError
 from ftcli.recipe import Recipe, Source
 from ftcli.row_counts import count_rows
 from ftcli.rows import read_rows
+from ftcli.testing import save_hollow
 
 ROWS = [{"prompt": f"a\n{n}", "completion": 'x, "y"'} for n in range(7)]
 
@@ -25,8 +26,7 @@ ROWS = [{"prompt": f"a\n{n}", "completion": 'x, "y"'} for n in range(7)]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     disable_progress_bars()
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    save_hollow(tmp_path / "model", model_type="llama")
     lines = [json.dumps(row) + "\n" for row in ROWS]
     Path("rows.jsonl").write_text("\n \n".join(lines))
     Path("rows.json").write_text(json.dumps(ROWS, indent=1))

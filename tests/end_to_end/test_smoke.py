@@ -27,7 +27,7 @@ SHORT = [
     "schedule.warmup_steps=1",
     "evaluate.at_start=false",
     "data.eval=null",
-    "data.eval_rows=4",
+    "data.eval_rows=6",
 ]
 # The large model: one small micro-batch a rank, for each gathers all of its weights; how many rows says nothing more.
 LARGE = ["batch.global_size=4", "batch.micro_size=2"]

@@ -89,7 +89,7 @@ def supervise(
     def is_loading() -> bool:
         return result == "status.json" and is_alone and _is_loading(folder, before)
 
-    with _Signals() as signals:
+    with Signals() as signals:
         child = _start(command, _child_environment(token, environment or {}))
         relay = _Relay(child)
         try:
@@ -148,7 +148,7 @@ def _child_environment(token: str, additions: Mapping[str, str]) -> dict[str, st
     return {**kept, **additions, **ours}
 
 
-class _Signals:
+class Signals:
     """Collects the names of stop signals while it is entered; outside the main thread there are none."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class _Signals:
         self._heard = 0.0  # when the newest came: the same one again within half a second is the same request
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
@@ -216,7 +216,7 @@ class _Relay:
 def _wait(
     child: subprocess.Popen[bytes],
     relay: _Relay,
-    signals: _Signals,
+    signals: Signals,
     folder: RunFolder,
     watch: RankWatch,
     is_loading: Callable[[], bool],

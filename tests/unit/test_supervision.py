@@ -17,7 +17,7 @@ import pytest
 
 from ftcli.faults import REPEAT_SECONDS, record_failure
 from ftcli.run_folder import RunFolder
-from ftcli.supervision import LaunchError, supervise
+from ftcli.supervision import LaunchError, Signals, supervise
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -275,7 +275,6 @@ def test_a_second_signal_ends_ranks_that_ignore_signals(
     process.send_signal(signal.SIGINT)
     wait_until((tmp_path / "run" / "stop").exists)
     assert (tmp_path / "run" / "stop").read_text() == "SIGINT\n"
-    process.send_signal(signal.SIGINT)  # no second: a wrapper around us passes on what our group has heard
     time.sleep(REPEAT_SECONDS)
     assert all(is_alive(pid) for pid in rank_pids(tmp_path)) and process.poll() is None
     process.send_signal(signal.SIGINT)
@@ -285,6 +284,17 @@ def test_a_second_signal_ends_ranks_that_ignore_signals(
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["exit_code"]) == ("failed", 130)
     assert_no_rank_lives(tmp_path)
+
+
+def test_a_signal_that_a_wrapper_passes_on_is_one_and_another_or_a_later_one_is_a_second() -> None:
+    with Signals() as signals:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert signals.names == ["SIGINT"]
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(REPEAT_SECONDS)
+        signal.raise_signal(signal.SIGTERM)
+    assert signals.names == ["SIGINT", "SIGTERM", "SIGTERM"]
 
 
 def test_the_first_signal_ends_ranks_that_have_not_begun_a_step(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 NAME = "documents"  # as transformers knows our attention function
-BY_TORCH = "documents_sdpa"  # the same with PyTorch's kernels alone
+BY_TORCH = "documents_by_torch"  # the same with PyTorch's kernels alone; "sdpa" in a name is refused for gpt-oss
 
 # model_type -> what its attention has beyond plain causal attention with positions. A test holds each entry: logits
 # of documents laid end to end equal those of each by itself. What is not here is refused.

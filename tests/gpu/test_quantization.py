@@ -22,6 +22,10 @@ LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
 STEPS = 8
 
 
+def train_with_and_without_dora(folder: Path) -> list[dict[str, Any]]:
+    return [train_in_4_bits(folder, use_dora) for use_dora in (False, True)]
+
+
 def train_in_4_bits(folder: Path, use_dora: bool) -> dict[str, Any]:
     """Train a small cell whose frozen weights are held in 4 bits."""
     model = {"name": str(folder / "untied"), "dropout": 0.0, "quantization": {"load_in_4bit": True}}
@@ -77,14 +81,18 @@ def test_4_bits_learn_resume_and_are_exported(profile: str, inputs: Path, tmp_pa
     assert moved and all(v.isfinite().all() and v.abs().max() > 0 for v in moved)
 
 
+@pytest.fixture(scope="module")
+def single(inputs: Path) -> list[dict[str, Any]]:
+    return run_on_processes(train_with_and_without_dora, inputs, processes=1, profile="single")[0]
+
+
 @TWO
-@pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("profile", ["ddp", "fsdp"])
-def test_4_bits_on_two_gpus_follow_the_curve_of_one(profile: str, use_dora: bool, inputs: Path) -> None:
-    single = run_on_processes(train_in_4_bits, inputs, use_dora, processes=1, profile="single")[0]
-    found = run_on_processes(train_in_4_bits, inputs, use_dora, processes=2, profile=profile)[0]
-    assert single["rows"][-1]["loss"] < single["rows"][0]["loss"]
-    for a, b in zip(single["rows"], found["rows"], strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-2)
-        assert (b["items"], b["samples"]) == (a["items"], a["samples"])
-    assert found["before"] == single["before"]
+def test_4_bits_on_two_gpus_follow_the_curve_of_one(profile: str, inputs: Path, single: list[dict[str, Any]]) -> None:
+    both = run_on_processes(train_with_and_without_dora, inputs, processes=2, profile=profile)[0]
+    for wanted, found in zip(single, both, strict=True):
+        assert wanted["rows"][-1]["loss"] < wanted["rows"][0]["loss"]
+        for a, b in zip(wanted["rows"], found["rows"], strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], rel=1e-2)
+            assert (b["items"], b["samples"]) == (a["items"], a["samples"])
+        assert found["before"] == wanted["before"]

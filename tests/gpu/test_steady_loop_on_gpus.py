@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"padding_free": False},
     "padded, by a loader process": {"padding_free": False, "workers": 1},
 }
+# name -> (cell, layout of its rows or None for its own, whether each loss is read): what one start of ranks listens to
+ON_ONE: dict[str, tuple[str, str | None, bool]] = {
+    **{layout: ("sft-tied", layout, False) for layout in LAYOUTS},
+    "text": ("text", None, False),
+    "vit": ("vit", None, False),
+    "every loss is read": ("sft-tied", "packed", True),
+}
+ON_TWO = ("packed", "padded")
+Heard = Callable[[str], list[dict[str, list[str]]]]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -51,13 +61,19 @@ def listening(found: list[str]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def waits(folder: Path, changes: dict[str, Any], reads: bool, name: str = "sft-tied") -> list[str]:
+def all_waits(folder: Path, cases: list[str]) -> dict[str, list[str]]:
+    """Return where the loop waited for the device in each of some cases: a start of ranks takes longer than a case."""
+    return {case: waits(folder, *ON_ONE[case]) for case in cases}
+
+
+def waits(folder: Path, name: str, layout: str | None, reads: bool) -> list[str]:
     """Return where the loop waited for the device in its steady steps; `reads`: the caller looks at every loss."""
     from ftcli import linear_nll
     from ftcli.loop import steps
     from ftcli.run import prepare
 
     linear_nll.PIECE = 2**12  # logits in pieces, as large vocabularies have them
+    changes = {"precision": "bf16"} if layout is None else changed(folder, layout)
     run = prepare(cell(folder, name, train={"max_steps": STEPS}, **changes))
     assert run.hardware.accelerator.device.type == "cuda"
     found: list[str] = []
@@ -70,13 +86,14 @@ def waits(folder: Path, changes: dict[str, Any], reads: bool, name: str = "sft-t
             if reads:
                 float(step.loss_tensor)
     assert [step.number for step in training] == list(range(LAST + 1, STEPS + 1))
+    run.hardware.release(run.model)
     return found
 
 
-def changed(folder: Path, layout: str, precision: str = "bf16") -> dict[str, Any]:
+def changed(folder: Path, layout: str) -> dict[str, Any]:
     data = {"train": {"path": str(folder / "chats.jsonl")}, "eval_rows": 5, "max_length": 256} | LAYOUTS[layout]
     batch = {"global_size": 4, "micro_size": 1} if layout == "packed" else {"global_size": 12, "micro_size": 3}
-    return {"data": data, "precision": precision, "batch": batch}
+    return {"data": data, "precision": "bf16", "batch": batch}
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +103,21 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_step_on_one_gpu_waits_for_the_device(layout: str, inputs: Path) -> None:
-    (found,) = run_on_processes(waits, inputs, changed(inputs, layout), False, processes=1, profile="single")
-    assert found == []
+@pytest.fixture(scope="module")
+def heard(inputs: Path) -> Heard:
+    """Return what gives, for a profile, where each rank waited in each case."""
+
+    @cache
+    def listen(profile: str) -> list[dict[str, list[str]]]:
+        cases, processes = (list(ON_ONE), 1) if profile == "single" else (list(ON_TWO), 2)
+        return run_on_processes(all_waits, inputs, cases, processes=processes, profile=profile)
+
+    return listen
 
 
-@pytest.mark.parametrize("name", ["text", "vit"])
-def test_no_step_of_a_classifier_waits_for_the_device(name: str, inputs: Path) -> None:
-    (found,) = run_on_processes(waits, inputs, {"precision": "bf16"}, False, name, processes=1, profile="single")
-    assert found == []
+@pytest.mark.parametrize("case", [case for case, (_, _, reads) in ON_ONE.items() if not reads])
+def test_no_step_on_one_gpu_waits_for_the_device(case: str, heard: Heard) -> None:
+    assert heard("single")[0][case] == []
 
 
 def test_micro_batches_come_from_pinned_memory_beside_what_is_computed() -> None:
@@ -116,14 +138,14 @@ def test_micro_batches_come_from_pinned_memory_beside_what_is_computed() -> None
     assert [(int(total), count) for total, count in sums] == [(512 * 4096 * number, number) for number in range(6)]
 
 
-def test_a_loss_that_is_read_in_every_step_is_heard(inputs: Path) -> None:
-    (found,) = run_on_processes(waits, inputs, changed(inputs, "packed"), True, processes=1, profile="single")
+def test_a_loss_that_is_read_in_every_step_is_heard(heard: Heard) -> None:
+    found = heard("single")[0]["every loss is read"]
     assert len(found) == LAST - FIRST and all("test_steady_loop_on_gpus.py" in place for place in found), found
 
 
 @TWO
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ON_TWO)
 @pytest.mark.parametrize("profile", ["ddp", "fsdp"])
-def test_no_step_on_two_gpus_waits_for_the_device(profile: str, layout: str, inputs: Path) -> None:
-    for found in run_on_processes(waits, inputs, changed(inputs, layout), False, processes=2, profile=profile):
-        assert found == []
+def test_no_step_on_two_gpus_waits_for_the_device(profile: str, layout: str, heard: Heard) -> None:
+    for found in heard(profile):
+        assert found[layout] == []

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.artifacts import load_plain
-from ftcli.attention import ARCHITECTURES, NAME, confine_to_documents, document_bounds
+from ftcli.attention import ARCHITECTURES, BY_TORCH, NAME, confine_to_documents, document_bounds
 from ftcli.decoding import Choice, decode, forward_names
 from ftcli.errors import InputError
 from ftcli.models import keep_soft_capping, load_model
@@ -110,6 +110,16 @@ def test_documents_in_one_row_give_the_logits_of_each_alone(kind: str) -> None:
     torch.testing.assert_close(after, before, atol=1e-4, rtol=0)  # evaluation is as it was
     assert (merged - alone).abs().max() > 1e-2, "boundaries that are ignored must show"
     assert model.config._attn_implementation == NAME
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_recipe_that_names_sdpa_gets_documents_apart_by_torchs_kernels(kind: str) -> None:
+    model, rows = tiny(kind), documents()
+    with torch.no_grad():
+        alone = torch.cat([model(row[None], use_cache=False).logits[0] for row in rows])
+        confine_to_documents(model, "sdpa")
+        torch.testing.assert_close(model(**laid_end_to_end(rows, LENGTHS)).logits[0], alone, atol=1e-4, rtol=0)
+    assert model.config._attn_implementation == BY_TORCH
 
 
 PROMPTS = [[5, 9, 7], [11], [30, 31, 32, 33, 34, 35, 36, 37, 38]]  # longer than a window, and shorter

@@ -6,13 +6,15 @@ documents.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ftcli.attention import ARCHITECTURES, confine_to_documents
-from ftcli.attention_kernels import FLASH, import_problem
+from ftcli.attention_kernels import FLASH, TORCH, attend_documents, import_problem, kernel_for
 
 from ..unit.test_attention import LENGTHS, documents, laid_end_to_end, tiny
 
@@ -28,6 +30,11 @@ WITHOUT_KERNEL = ("gemma2", "gpt_oss", "deepseek_v3")
 WITH_EXPERTS = [kind for kind, what in ARCHITECTURES.items() if "experts" in what]
 KERNEL = "torch_attn::_varlen_attn"
 FLASH_ATTN = next((name for name in FLASH if torch.cuda.is_available() and import_problem(name) is None), None)
+NEEDS_FLASH = pytest.mark.skipif(FLASH_ATTN is None, reason="needs flash-attn")
+# Heads of 64: flash-attn 4 is not asked for narrower ones.
+WIDE = {kind: {"head_dim": 64} for kind in ("llama", "mistral", "qwen3", "gemma3_text")} | {
+    "phi3": {"hidden_size": 256}
+}
 
 
 def run(model: Any, batches: list[dict[str, Any]], precision: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,11 +53,13 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
 
 
-def compare(kind: str, precision: str, device: str, chosen: str | None = "sdpa") -> dict[str, Any]:
+def compare(
+    kind: str, precision: str, device: str, chosen: str | None = "sdpa", sizes: dict[str, int] | None = None
+) -> dict[str, Any]:
     """Return how far documents in one row, and documents alone, are from float32; and whether the kernel was used."""
     from torch.profiler import ProfilerActivity, profile
 
-    model, rows = tiny(kind).to(device), documents()
+    model, rows = tiny(kind, **(sizes or {})).to(device), documents()
     on_device = [{"input_ids": row[None].to(device), "use_cache": False} for row in rows]
     ends = [laid_end_to_end(rows, lengths) for lengths in (LENGTHS, [sum(LENGTHS)])]
     flat, merged = ({k: v.to(device) if torch.is_tensor(v) else v for k, v in end.items()} for end in ends)
@@ -85,13 +94,48 @@ def test_documents_in_one_row_give_logits_and_gradients_of_each_alone(kind: str,
         assert found["gradient"] < TIMES * found["noise of gradient"]
 
 
-@pytest.mark.skipif(FLASH_ATTN is None, reason="needs flash-attn")
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gemma3_text", "phi3"])
+@NEEDS_FLASH
+@pytest.mark.parametrize("kind", WIDE)
 def test_flash_attn_gives_documents_what_torchs_kernel_gives_them(kind: str) -> None:
-    found, torchs = compare(kind, "bf16", "cuda", None), compare(kind, "bf16", "cuda")
+    found, torchs = (compare(kind, "bf16", "cuda", chosen, WIDE[kind]) for chosen in (None, "sdpa"))
     print(f"{kind} {FLASH_ATTN}: {found}")
     assert not found["kernel"] and torchs["kernel"], "flash-attn was not taken"
     assert found["ignored"] > LEAST
     assert float(found["logits"].median()) < TIMES * float(found["noise of logits"].median())
     assert float(found["logits"].max()) < TIMES * float(found["noise of logits"].max())
     assert found["gradient"] < TIMES * found["noise of gradient"]
+
+
+@pytest.mark.parametrize("flash", [False, pytest.param(True, marks=NEEDS_FLASH)])
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+@pytest.mark.parametrize("size", [8, 16, 32, 64, 80, 96, 128, 192, 256])
+def test_a_kernel_gives_each_document_its_gradient(
+    size: int, heads: tuple[int, int], window: int | None, flash: bool
+) -> None:
+    """Documents of one token, of a few, of a tile and of more than two, for heads of every size it is chosen for."""
+    kernel = kernel_for(torch.device("cuda", 0), torch.bfloat16, size, size, flash=flash)
+    if kernel is None or (flash and kernel == TORCH):
+        pytest.skip(f"{kernel} does heads of {size}")
+    lengths = [1, 3, 70, 128, 1, 300, 17, 64]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    torch.manual_seed(size)
+    drawn = [torch.randn(1, n, sum(lengths), size).bfloat16() for n in (heads[0], heads[1], heads[1], heads[0])]
+    upstream = drawn.pop().transpose(1, 2).cuda()
+    inputs = [tensor.cuda().requires_grad_() for tensor in drawn]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    found = attend_documents(kernel, *inputs, bounds.cuda(), max(lengths), None, window)
+    parts = []
+    for start, end in pairwise(bounds.tolist()):
+        mask = torch.ones(end - start, end - start, dtype=torch.bool, device="cuda").tril()
+        mask = mask if window is None else mask.triu(1 - window)
+        part = (tensor[:, :, start:end] for tensor in exact)
+        parts.append(F.scaled_dot_product_attention(*part, attn_mask=mask, enable_gqa=True).transpose(1, 2))
+    wanted = torch.cat(parts, dim=1)
+    gradients = torch.autograd.grad(found, inputs, upstream)
+    wanted_gradients = torch.autograd.grad(wanted, exact, upstream.double())
+    for name, a, b in zip(
+        ("output", "of query", "of key", "of value"), (found, *gradients), (wanted, *wanted_gradients), strict=True
+    ):
+        far = float((a.double() - b).norm() / b.norm())
+        assert far < 2e-2, f"{kernel}, {name}: {far:.1e} from float64"  # bfloat16 rounds by 4e-3 at most

@@ -68,9 +68,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(kind: str) -> Any:
+def tiny(kind: str, **sizes: int) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SIZES, **EXTRAS.get(kind, {})})
+    config = AutoConfig.for_model(kind, **{**SIZES, **EXTRAS.get(kind, {}), **sizes})
     model: Any = keep_soft_capping(AutoModelForCausalLM.from_config(config)).eval()
     with torch.no_grad():  # sinks, biases and norms too, which are drawn as zeros and ones
         for parameter in model.parameters():

@@ -99,6 +99,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *versions: int) -> None:
     [
         ((128, 128), torch.bfloat16, True, "flash_attention_4"),
         ((256, 256), torch.bfloat16, True, "flash_attention_3"),
+        ((32, 32), torch.bfloat16, True, "flash_attention_3"),
         ((128, 128), torch.bfloat16, False, TORCH),
         ((64, 64), torch.float32, True, None),
         ((192, 128), torch.bfloat16, True, None),

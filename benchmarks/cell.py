@@ -4,7 +4,8 @@
 
 All peers of a cell train the same weights (random, one seed, written once) and the same packed rows in the same order,
 so their curves must agree: the line says how far this one is from the reference, the newest line of the peer `bare` (of
-classifiers `hf-trainer`) of the same cell in the same file. Peers:
+classifiers `hf-trainer`) of the same cell in the same file. In bf16_pure that is `bare` in bf16, with float32 weights:
+an optimizer that loses updates in bfloat16 is on another curve. Peers:
 
     ftcli               the program with all its checks on; only what follows the last step is left out
     bare                the least that trains packed rows on Accelerate
@@ -130,7 +131,7 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     """Measure, print, and keep the facts."""
-    from cells.curves import compare, told_of
+    from cells.curves import compare, read, told_of
 
     given, work, facts, trace = arguments()
     cell = Cell(**given)
@@ -142,7 +143,7 @@ def main() -> None:
     ranks = start(on_rank, cell, inputs, started, processes=cell.processes, profile=cell.profile)
     line = {"cell": cell.key} | asdict(cell) | {"versions": versions(), "time": time.time()}
     line |= facts_of(cell, inputs, ranks)
-    line |= compare(line, facts)
+    line |= compare(line, read(facts))
     facts.parent.mkdir(parents=True, exist_ok=True)
     with facts.open("a") as file:
         file.write(f"{json.dumps(line)}\n")
@@ -166,7 +167,7 @@ def arguments() -> tuple[dict[str, Any], Path, Path, Path | None]:
     parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA adapter; 0: all weights are trained")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, default=Cell.learning_rate)
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--label", default="", help="what is special about this line, for the tables")
     parser.add_argument("--cpu", action="store_true")

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from cells.curves import REFERENCES, read  # noqa: E402
+from cells.curves import REFERENCES, judged, read  # noqa: E402
 from cells.goals import PLAIN, SPEED, judge  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
@@ -59,10 +59,10 @@ def table(cell: list[dict[str, Any]]) -> list[str]:
     rows = [HEAD, ["---"] * len(HEAD)]
     for line in sorted(cell, key=lambda line: -line[SPEED]):
         far = line.get("apart")
-        curve = "reference" if line is reference else "-"
+        curve = "reference" if line is reference and far is None else "-"
         if far is not None:
             curve = f"{far['losses']:.0e}, {far['grad norms']:.0e}" + ("" if line["agrees"] else " **differs**")
-        counts = reference is not None and line.get("agrees", True)
+        counts = reference is not None and (line is reference or line.get("agrees", False))
         rows.append(
             [
                 name_of(line),
@@ -171,7 +171,7 @@ def main() -> None:
     given = parser.parse_args()
     if missing := [str(path) for path in given.facts if not path.exists()]:
         parser.error(f"no facts in {', '.join(missing)}")
-    lines = [line for path in given.facts for line in read(path)]
+    lines = judged([line for path in given.facts for line in read(path)])
     cells = cells_of(lines)
     plots = [] if given.plots is None else draw(cells, given.plots)
     parts = [*goals(lines), *(row for cell in cells for row in table(cell)), *ladder(cells), *plots, *versions(lines)]

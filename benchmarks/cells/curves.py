@@ -30,13 +30,25 @@ def _relative(value: float, wanted: float) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def compare(line: dict[str, Any], facts: Path) -> dict[str, Any]:
-    """Return how far a line is from the newest reference of its cell; an empty answer where there is none yet."""
-    references = [old for old in read(facts) if old["peer"] in REFERENCES and old["cell"] == line["cell"]]
-    if line["peer"] in REFERENCES and not line["settings"] or not references:
+def compare(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how far a line is from the newest reference among `lines`; an empty answer where there is none.
+
+    What trains in bfloat16 alone must still follow the curve of float32 weights: that is what it saves memory on.
+    """
+    wanted = line["cell"] | ({"precision": "bf16"} if line["cell"]["precision"] == "bf16_pure" else {})
+    those = [one for one in lines if one["peer"] in REFERENCES and one["cell"] == wanted and not one["traced"]]
+    references = [one for one in those if not one["settings"]] or those  # one with another kernel, where it is alone
+    is_plain = line["peer"] in REFERENCES and not line["settings"] and line["cell"] == wanted
+    if is_plain or not references or line == references[-1]:
         return {}
     found = apart(line, references[-1])
     return {"apart": found, "agrees": found["losses"] <= LOSS and found["grad norms"] <= NORM}
+
+
+def judged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all lines, each compared with the newest reference among them, whatever was known when it was written."""
+    plain = [{name: value for name, value in line.items() if name not in ("apart", "agrees")} for line in lines]
+    return [line | compare(line, plain) for line in plain]
 
 
 def told_of(line: dict[str, Any]) -> str:

@@ -80,8 +80,12 @@ def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str
             continue
         ratio = ours[SPEED] / theirs[SPEED]
         told = "reached" if ratio >= goal.least else "missed"
-        if any(line.get("agrees") is False for line in (ours, theirs)):
-            told = "does not count: the curves do not agree"
+        if "agrees" not in ours:
+            told = "does not count: no reference was measured"
+        elif not ours["agrees"]:
+            told = "does not count: our curve leaves the reference"
+        elif theirs.get("agrees") is False:
+            told += "; the curve of the other leaves the reference"
         found.append((goal, ratio, told))
     return found
 

@@ -107,46 +107,61 @@ def test_a_row_has_the_form_of_its_task() -> None:
     assert as_row([5, 6], "text_classification") == {"text": "5 6", "label": "odd"}
 
 
-def line(peer: str, speed: float, **fields: object) -> dict:
-    cell = Cell(peer=peer, shape="llama-3.2-1b", length=4096, micro_size=4, task="pretrain", precision="bf16_pure")
+def line(peer: str, speed: float, precision: str = "bf16_pure", **fields: object) -> dict:
+    cell = Cell(peer=peer, shape="llama-3.2-1b", length=4096, micro_size=4, task="pretrain", precision=precision)
     found = vars(cell) | {"cell": cell.key, goals.SPEED: speed, "losses": [4.0, 2.0], "grad norms": [1.0, 1.0]}
     return found | fields
 
 
-def test_a_curve_agrees_within_two_hundredths_of_the_loss_and_five_of_the_norm(tmp_path: Path) -> None:
-    facts = tmp_path / "facts.jsonl"
-    assert curves.compare(line("ftcli", 1.0), facts) == {}
-    facts.write_text(json.dumps(line("bare", 1.0)) + "\n")
-    near = curves.compare(line("ftcli", 1.0, losses=[4.0, 2.03], **{"grad norms": [1.0, 1.04]}), facts)
-    assert near["agrees"] and near["apart"] == pytest.approx({"losses": 0.015, "grad norms": 0.04})
-    assert not curves.compare(line("ftcli", 1.0, losses=[4.0, 2.05]), facts)["agrees"]
-    assert not curves.compare(line("ftcli", 1.0, **{"grad norms": [1.0, float("nan")]}), facts)["agrees"]
+def test_a_curve_agrees_within_two_hundredths_of_the_loss_and_five_of_the_norm() -> None:
+    masters = line("bare", 1.0, "bf16")
+    assert curves.compare(masters, [masters]) == {}
+    near = line("ftcli", 1.0, "bf16", losses=[4.0, 2.03], **{"grad norms": [1.0, 1.04]})
+    found = curves.compare(near, [masters])
+    assert found["agrees"] and found["apart"] == pytest.approx({"losses": 0.015, "grad norms": 0.04})
+    assert not curves.compare(line("ftcli", 1.0, "bf16", losses=[4.0, 2.05]), [masters])["agrees"]
+    assert not curves.compare(line("ftcli", 1.0, "bf16", **{"grad norms": [1.0, float("nan")]}), [masters])["agrees"]
 
 
-def test_a_line_of_another_cell_is_no_reference(tmp_path: Path) -> None:
-    facts = tmp_path / "facts.jsonl"
-    other = line("bare", 1.0)
-    facts.write_text(json.dumps(other | {"cell": other["cell"] | {"length": 8192}}) + "\n")
-    assert curves.compare(line("ftcli", 1.0), facts) == {}
+def test_weights_in_bfloat16_alone_must_follow_the_curve_of_float32_ones() -> None:
+    masters, rounded = line("bare", 1.0, "bf16"), line("bare", 1.0, losses=[4.0, 3.0])
+    for lines in ([masters, rounded], [rounded, masters]):
+        found = curves.judged([*lines, line("ftcli", 1.0, agrees=False)])
+        assert [one.get("agrees") for one in found if one["peer"] == "ftcli"] == [True]
+        assert [one.get("agrees") for one in found if one["precision"] == "bf16_pure"] == [False, True]
+
+
+def test_the_bare_loop_with_another_kernel_is_the_reference_where_it_is_alone() -> None:
+    flash, ours = line("bare", 1.0, "bf16", settings=["attn_implementation=x"]), line("ftcli", 1.0, "bf16")
+    assert [one.get("agrees") for one in curves.judged([flash, ours])] == [None, True]
+    assert [one.get("agrees") for one in curves.judged([flash, line("bare", 1.0, "bf16"), ours])] == [True, None, True]
+
+
+def test_a_line_of_another_cell_is_no_reference() -> None:
+    other = line("bare", 1.0, "bf16")
+    assert curves.compare(line("ftcli", 1.0), [other | {"cell": other["cell"] | {"length": 8192}}]) == {}
 
 
 def told(lines: list[dict], what: str) -> tuple[float | None, str]:
     return next((ratio, said) for goal, ratio, said in goals.judge(lines) if goal.what == what)
 
 
-def test_a_goal_counts_only_with_curves_that_agree() -> None:
+def test_a_goal_counts_only_when_our_curve_is_the_reference_s() -> None:
     what = "1B bf16_pure, of TRL at its best"
-    trl = line("trl", 100.0)
+    trl = line("trl", 100.0, agrees=True)
+    ours = line("ftcli", 120.0, label="extras", agrees=True)
     assert told([trl], what) == (None, "not measured: ftcli")
-    assert told([trl, line("ftcli", 120.0, label="extras")], what) == (1.2, "reached")
-    assert told([trl, line("ftcli", 110.0, label="extras")], what) == (pytest.approx(1.1), "missed")
-    wrong = line("ftcli", 120.0, label="extras", agrees=False)
-    assert told([trl, wrong], what) == (1.2, "does not count: the curves do not agree")
+    assert told([trl, ours], what) == (1.2, "reached")
+    assert told([trl, ours | {goals.SPEED: 110.0}], what) == (pytest.approx(1.1), "missed")
+    assert told([trl | {"agrees": False}, ours], what)[1] == "reached; the curve of the other leaves the reference"
+    assert told([trl, ours | {"agrees": False}], what)[1] == "does not count: our curve leaves the reference"
+    del ours["agrees"]
+    assert told([trl, ours], what)[1] == "does not count: no reference was measured"
 
 
 def test_lines_of_the_ladder_or_under_a_profiler_reach_no_goal() -> None:
     what = "1B bf16_pure, of TRL at its best"
-    slow = line("ftcli", 90.0, label="extras")
+    slow = line("ftcli", 90.0, label="extras", agrees=True)
     switched = line("ftcli", 200.0, label="ladder", settings=["log.every_steps=1"])
     traced = line("ftcli", 300.0, label="extras", traced=3)
     assert told([line("trl", 100.0), slow, switched, traced], what) == (0.9, "missed")

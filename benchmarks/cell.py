@@ -129,11 +129,11 @@ def versions() -> dict[str, str]:
     return found | {"python": sys.version.split()[0]} | ({"commit": commit} if commit else {})
 
 
-def main() -> None:
-    """Measure, print, and keep the facts."""
+def measure(words: list[str] | None = None) -> str:
+    """Measure the cell that command-line words name, keep the facts, and return them as a sentence."""
     from cells.curves import compare, read, told_of
 
-    given, work, facts, trace = arguments()
+    given, work, facts, trace = arguments(words)
     cell = Cell(**given)
     inputs = make_inputs(cell, work)
     from ftcli.testing import run_on_cpu, run_on_processes
@@ -149,10 +149,10 @@ def main() -> None:
         file.write(f"{json.dumps(line)}\n")
     if trace is not None:
         trace.write_text(f"{told_of(line)}\n\n{ranks[0].trace}\n")
-    print(told_of(line))
+    return told_of(line)
 
 
-def arguments() -> tuple[dict[str, Any], Path, Path, Path | None]:
+def arguments(words: list[str] | None) -> tuple[dict[str, Any], Path, Path, Path | None]:
     """Return the cell's fields, the folder of inputs, the file of facts, and that of the profile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=PEERS, required=True)
@@ -174,10 +174,10 @@ def arguments() -> tuple[dict[str, Any], Path, Path, Path | None]:
     parser.add_argument("--facts", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/cells"), help="where weights and rows are made")
     parser.add_argument("--trace", type=Path)
-    given = vars(parser.parse_args())
+    given = vars(parser.parse_args(words))
     work, facts, trace = given.pop("work"), given.pop("facts"), given.pop("trace")
     return given | {"traced": TRACED if trace else 0}, work, facts, trace
 
 
 if __name__ == "__main__":
-    main()
+    print(measure())

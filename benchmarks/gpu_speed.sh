@@ -14,31 +14,40 @@ work=$1 results=$2 budget=${3:-540}
 shift $(($# < 3 ? $# : 3))
 groups=("$@")
 [ $# -eq 0 ] && groups=(one fsdp ddp lora zero3 rest ladder)
-. benchmarks/pieces.sh
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+many=$((gpus >= 4 ? 4 : 2)) # of an 8B model whose weights are in shards
 extras=${EXTRAS:-}
 steps=(--steps 25 --warm 5)
 [ -n "${QUICK:-}" ] && steps=(--steps 13 --warm 3)
 flash=(--set attn_implementation=flash_attention_4 --label flash-attn-4)
+mkdir -p "$work" "$results"
+lanes=$(mktemp -d)
 
-cell() { # NAME SECONDS ARGUMENTS... : a cell without the packages of EXTRAS
+cell() { # NAME SECONDS ARGUMENTS... : a cell without the packages of EXTRAS; all are measured in the end
     local name=$1 limit=$2
     shift 2
-    lane="log-${lane_of:-all}" piece "$name" "$limit" python3 benchmarks/cell.py "${steps[@]}" "$@" \
-        --work "$work" --facts "$results/facts.jsonl"
+    printf '%q ' "$name" "$limit" "${steps[@]}" "$@" >>"$lanes/${lane:-plain}" && echo >>"$lanes/${lane:-plain}"
 }
 
 more() { # the same with them
     [ -z "$extras" ] && echo "$1: left out, EXTRAS names no folder" && return
     local ours=()
     [[ " $* " == *" --label extras "* ]] && read -ra ours <<<"${OURS:-}"
-    PYTHONPATH="$PYTHONPATH:$extras" cell "$@" "${ours[@]}"
+    lane=extras cell "$@" "${ours[@]}"
+}
+
+measure() { # LANE
+    local path=$PYTHONPATH
+    [ "$1" = extras ] && path+=":$extras"
+    [ -e "$lanes/$1" ] && PYTHONPATH="$path" python3 benchmarks/cells_in_turn.py "$lanes/$1" --work "$work" --facts "$results/facts.jsonl" \
+        --seconds $((budget - SECONDS)) 2>>"$results/log-$1.txt" | cut -c -200
 }
 
 has() { [ "$gpus" -ge "$1" ] || { echo "$2: left out, it takes $1 GPUs"; false; }; }
 
 one() {
     local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain)
+    more 1b_masters_bare 100 "${at[@]}" --precision bf16 --peer bare # whose curve all of these must follow
     more 1b_bare_varlen 100 "${at[@]}" --precision bf16_pure --peer bare
     cell 1b_ftcli 100 "${at[@]}" --precision bf16_pure --peer ftcli --label "no extras"
     more 1b_ftcli_extras 100 "${at[@]}" --precision bf16_pure --peer ftcli --label extras
@@ -47,15 +56,14 @@ one() {
     more 1b_trl_default 100 "${at[@]}" --precision bf16_pure --peer trl-default
     more 1b_where 90 "${at[@]}" --precision bf16_pure --peer ftcli --label extras --steps 10 --warm 3 \
         --trace "$results/where-1b.txt"
-    more 1b_masters_bare 100 "${at[@]}" --precision bf16 --peer bare
     more 1b_masters_bare_flash 100 "${at[@]}" --precision bf16 --peer bare "${flash[@]}"
     cell 1b_masters_ftcli 100 "${at[@]}" --precision bf16 --peer ftcli --label "no extras"
     more 1b_masters_ftcli_extras 100 "${at[@]}" --precision bf16 --peer ftcli --label extras
 }
 
 fsdp() {
-    has 4 fsdp || return 0
-    local at=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --profile fsdp --processes 4)
+    has 2 fsdp || return 0
+    local at=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --profile fsdp --processes $many)
     more 8b_fsdp_bare 200 "${at[@]}" --peer bare "${flash[@]}"
     more 8b_fsdp_ftcli 200 "${at[@]}" --peer ftcli --label extras
     more 8b_fsdp_trl 200 "${at[@]}" --peer trl
@@ -77,7 +85,7 @@ ddp() {
 }
 
 lora() {
-    local at=(--shape llama-3.1-8b --length 4096 --micro-size 2 --task pretrain --lora 16)
+    local at=(--shape llama-3.1-8b --length 4096 --micro-size 2 --task pretrain --lora 16 --learning-rate 1e-4)
     more 8b_lora_bare 150 "${at[@]}" --peer bare "${flash[@]}"
     more 8b_lora_ftcli 150 "${at[@]}" --peer ftcli --label extras
     more 8b_lora_trl 150 "${at[@]}" --peer trl
@@ -85,8 +93,8 @@ lora() {
 }
 
 zero3() {
-    has 4 zero3 || return 0
-    local at=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --profile zero3 --processes 4)
+    has 2 zero3 || return 0
+    local at=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --profile zero3 --processes $many)
     more 8b_zero3_ftcli 240 "${at[@]}" --peer ftcli --label extras
     more 8b_zero3_bare 240 "${at[@]}" --peer bare "${flash[@]}" # stock bf16: another curve (README.md says why)
     more 8b_zero3_trl 240 "${at[@]}" --peer trl
@@ -98,11 +106,13 @@ rest() {
     more 8b_ftcli 150 "${at[@]}" --peer ftcli --label extras
     more 8b_trl 150 "${at[@]}" --peer trl
     at=(--shape qwen3-0.6b --length 4096 --micro-size 8 --task pretrain --precision bf16_pure)
+    more 06b_masters_bare 100 "${at[@]}" --precision bf16 --peer bare
     more 06b_bare 100 "${at[@]}" --peer bare
     cell 06b_ftcli 100 "${at[@]}" --peer ftcli --label "no extras"
     more 06b_ftcli_extras 100 "${at[@]}" --peer ftcli --label extras
     more 06b_trl 120 "${at[@]}" --peer trl
     at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task sft --precision bf16_pure) # prompts are not trained
+    more 1b_sft_masters_bare 100 "${at[@]}" --precision bf16 --peer bare
     more 1b_sft_bare 100 "${at[@]}" --peer bare
     more 1b_sft_ftcli 100 "${at[@]}" --peer ftcli --label extras
     more 1b_sft_trl 120 "${at[@]}" --peer trl
@@ -139,4 +149,6 @@ cpu() {
 for group in "${groups[@]}"; do
     $group
 done
+measure extras | sed 's/^/with extras: /'
+measure plain
 [ -e "$results/facts.jsonl" ] && python3 benchmarks/cell_tables.py "$results/facts.jsonl" | tee "$results/tables.md"

@@ -35,14 +35,19 @@ def compare(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]
 
     What trains in bfloat16 alone must still follow the curve of float32 weights: that is what it saves memory on.
     """
-    wanted = line["cell"] | ({"precision": "bf16"} if line["cell"]["precision"] == "bf16_pure" else {})
-    those = [one for one in lines if one["peer"] in REFERENCES and one["cell"] == wanted and not one["traced"]]
-    references = [one for one in those if not one["settings"]] or those  # one with another kernel, where it is alone
-    is_plain = line["peer"] in REFERENCES and not line["settings"] and line["cell"] == wanted
+    masters = line["cell"] | ({"precision": "bf16"} if line["cell"]["precision"] == "bf16_pure" else {})
+    references = _references(lines, masters) or _references(lines, line["cell"])  # not all fit with float32 weights
+    is_plain = line["peer"] in REFERENCES and not line["settings"] and line["cell"] == masters
     if is_plain or not references or line == references[-1]:
         return {}
     found = apart(line, references[-1])
     return {"apart": found, "agrees": found["losses"] <= LOSS and found["grad norms"] <= NORM}
+
+
+def _references(lines: list[dict[str, Any]], cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines that others of a cell are compared with; another kernel only where there is no plain one."""
+    those = [line for line in lines if line["peer"] in REFERENCES and line["cell"] == cell and not line["traced"]]
+    return [line for line in those if not line["settings"]] or those
 
 
 def judged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -29,7 +29,9 @@ LARGE = {"shape": "llama-3.1-8b", "task": "pretrain"}
 PURE, MASTERS = {"precision": "bf16_pure"}, {"precision": "bf16"}
 QWEN = {"shape": "qwen3-0.6b", "length": 4096, **PURE}
 FSDP, ZERO = (LARGE | MASTERS | {"length": 8192, "profile": name, "lora": 0} for name in ("fsdp", "zero3"))
+SHARDS = (4, 2)  # GPUs: the goals are of four
 DDP = SMALL | MASTERS | {"profile": "ddp"}
+OF_FSDP = {"profile": "fsdp"}
 ALONE = {"profile": "single", "processes": 1}
 LORA = LARGE | {"length": 4096, "lora": 16}
 BERT = {"shape": "bert-base", "task": "text_classification", "profile": "single"}
@@ -49,11 +51,17 @@ GOALS = [
     Goal("0.6B bf16_pure, of the bare loop", QWEN, EXTRAS, BARE, 1.05),
     Goal("1B DDP x2, a GPU's share of one GPU alone", DDP | {"processes": 2}, EXTRAS, EXTRAS, 0.98, ALONE),
     Goal("1B DDP x4, a GPU's share of one GPU alone", DDP | {"processes": 4}, EXTRAS, EXTRAS, 0.97, ALONE),
-    Goal("8B x8192 FSDP2 x4, of the bare loop", FSDP, EXTRAS, FLASH, 1.05),
-    Goal("8B x8192 FSDP2 x4, of TRL at its best", FSDP, EXTRAS, TRL, 1.5),
-    Goal("8B x8192 FSDP2 x4, of torchtitan", FSDP, EXTRAS, ("torchtitan", ""), 0.97),
-    Goal("8B x8192 FSDP2 x4 in fp8, of our bf16", FSDP, ("ftcli", "fp8"), EXTRAS, 1.2),
-    Goal("8B x8192 ZeRO-3 x4, of our FSDP2", ZERO, EXTRAS, EXTRAS, 0.97, {"profile": "fsdp"}),
+    *(
+        goal
+        for n in SHARDS
+        for goal in (
+            Goal(f"8B x8192 FSDP2 x{n}, of the bare loop", FSDP | {"processes": n}, EXTRAS, FLASH, 1.05),
+            Goal(f"8B x8192 FSDP2 x{n}, of TRL at its best", FSDP | {"processes": n}, EXTRAS, TRL, 1.5),
+            Goal(f"8B x8192 FSDP2 x{n}, of torchtitan", FSDP | {"processes": n}, EXTRAS, ("torchtitan", ""), 0.97),
+            Goal(f"8B x8192 FSDP2 x{n} in fp8, of our bf16", FSDP | {"processes": n}, ("ftcli", "fp8"), EXTRAS, 1.2),
+            Goal(f"8B x8192 ZeRO-3 x{n}, of our FSDP2", ZERO | {"processes": n}, EXTRAS, EXTRAS, 0.97, OF_FSDP),
+        )
+    ),
     Goal("BERT-base, of the example script's defaults", BERT, PLAIN, DEFAULTS, 1.5),
     Goal("ViT-B/16, of the example script's defaults", VIT, PLAIN, DEFAULTS, 1.5),
 ]

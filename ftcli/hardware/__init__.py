@@ -197,7 +197,10 @@ class Hardware:
         return precision.check(self.unwrap(model), recipe)
 
     def release(self, model: nn.Module) -> None:
-        """Let go of the memory of a run that is thrown away, as soon as nobody holds it; others may follow."""
+        """Let go of the memory of a run that is thrown away, as soon as nobody holds it; a collective.
+
+        Others may follow.
+        """
         self.backend.release(model)
 
     def close(self) -> None:

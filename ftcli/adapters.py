@@ -40,14 +40,14 @@ def add_adapter(
     are drawn from the seed alone, so they are equal on every process; or they are those of the folder `weights`, or of
     adapter.path. Raises `InputError` when names match nothing, and for a folder that holds another adapter.
     """
+    if recipe.adapter.type == "none":
+        return model  # without peft: a second on each rank
     from peft import LoraConfig, get_peft_model
 
     from .hardware.precision import trained_dtype
     from .token_rows import new_rows
 
     section, dtype = recipe.adapter, trained_dtype(recipe)
-    if section.type == "none":
-        return model
     whole = [*keep, *section.modules_to_save]
     _check_names(model, section)
     config = LoraConfig(

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,12 @@ from typing import Any
 PRELOADED = ["deepspeed", "peft", "datasets", "ftcli.worker", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher"]
 PRELOADED += ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate.utils"]
 PRELOADED += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # with torch's compiler, which DeepSpeed's start asks for
+# What ranks on GPUs fork from: a process that has started CUDA cannot give it to those that fork from it, and none of
+# these asks for a device while it is imported. These do, so each rank imports them for itself: transformers' models
+# (through torchao), peft (through bitsandbytes), deepspeed, liger_kernel.
+BEFORE_CUDA = ["datasets", "ftcli.worker", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher", "accelerate.utils"]
+BEFORE_CUDA += ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict"]
+BEFORE_CUDA += ["transformers.masking_utils", "transformers.cache_utils", "sklearn.metrics"]
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"  # a whole safetensors file that holds none
 CHAT_TEMPLATE = (
@@ -180,16 +188,61 @@ def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, pro
     imports, and each later one begins within a second.
     """
     with environment(**ON_CPU):
-        return _run(forking(), function, args, processes, profile)
+        return _run(forking(PRELOADED), function, args, processes, profile)
 
 
-def forking() -> Any:
-    """Return the multiprocessing context of `run_on_cpu`; to be used where `ON_CPU` is the environment."""
+def forking(preloaded: list[str]) -> Any:
+    """Return a multiprocessing context whose processes fork from one that has imported these modules.
+
+    That server has the environment of the first start, so `PRELOADED` is to be used where `ON_CPU` is the environment.
+    A process has one server at a time: one that has other modules is ended.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._preload_modules != preloaded:
+        server._stop()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(preloaded)
     return context
+
+
+@cache
+def forks_may_start(start: Callable[[], None]) -> bool:
+    """Say whether processes that fork from the server of `BEFORE_CUDA` can do what `start` does: one tries, and ends.
+
+    When it raises, dies or hangs, one line on stderr says so.
+    """
+    context = forking(BEFORE_CUDA)
+    told = context.SimpleQueue()
+    child = context.Process(target=_try_to, args=(start, told), daemon=True)
+    child.start()
+    child.join(timeout=120)
+    problem = "it hangs" if child.is_alive() else "it died" if told.empty() else told.get()
+    child.kill()
+    child.join()
+    if problem:
+        print(
+            f"ranks do not fork, each imports all it needs: one that forked could not start: {problem}", file=sys.stderr
+        )
+    return not problem
+
+
+def _try_to(start: Callable[[], None], told: Any) -> None:
+    try:
+        start()
+    except Exception as error:
+        told.put(f"{type(error).__name__}: {error}")
+        return
+    told.put("")
+
+
+def _start_cuda() -> None:
+    import torch
+
+    torch.cuda.init()
 
 
 def meeting_point(processes: int) -> tuple[Any, dict[str, str]]:
@@ -215,9 +268,12 @@ def run_on_processes(function: Callable[..., Any], *args: Any, processes: int = 
     """Return what `function(*args)` returned on each of `processes` ranks under a profile's environment.
 
     The function must be importable (top level of a module) and may prepare several runs after each other. An
-    exception on any rank is raised here with that rank's traceback.
+    exception on any rank is raised here with that rank's traceback. Ranks fork from one process that has imported what
+    starts no CUDA, where that leaves CUDA to them; else each is a new process.
     """
-    return _run(multiprocessing.get_context("spawn"), function, args, processes, profile)
+    with environment(OMP_NUM_THREADS="1"):
+        context = forking(BEFORE_CUDA) if forks_may_start(_start_cuda) else multiprocessing.get_context("spawn")
+        return _run(context, function, args, processes, profile)
 
 
 def _run(context: Any, function: Callable[..., Any], args: tuple[Any, ...], processes: int, profile: str) -> list[Any]:

@@ -101,6 +101,22 @@ def test_a_light_module_leaves_heavy_packages_alone(module: str) -> None:
     assert run_python("-c", script).stdout.split() == []
 
 
+WITHOUT_ADAPTER = """
+import sys
+from ftcli.adapters import add_adapter
+from ftcli.recipe import Recipe
+sections = {"model": {"name": "m"}, "data": {"train": "x.jsonl", "max_length": 16}, "batch": {"global_size": 8}}
+sections |= {"train": {"max_steps": 1}, "optimizer": {"learning_rate": 1e-3}}
+model = object()
+assert add_adapter(model, Recipe(task="sft", **sections), keep=[], task_type=None) is model
+print(*({"peft", "bitsandbytes"} & set(sys.modules)))
+"""
+
+
+def test_a_run_without_an_adapter_imports_no_peft() -> None:
+    assert run_python("-c", WITHOUT_ADAPTER).stdout.split() == []
+
+
 def test_importing_the_package_loads_neither_typer_nor_pydantic() -> None:
     script = "import sys, ftcli; print(*({'typer', 'pydantic', 'yaml', 'rich'} & set(sys.modules)))"
     assert run_python("-c", script).stdout.split() == []

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ftcli.testing import ON_CPU, environment, forking, meeting_point, profile_environment
+from ftcli.testing import ON_CPU, PRELOADED, environment, forking, meeting_point, profile_environment
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 HIDDEN = ON_CPU | {"HF_HUB_OFFLINE": "1"}
@@ -33,7 +33,7 @@ def train(
     Returns (exit code of each rank, how often each operation happened on the main rank if it ended by itself). Raises
     `RuntimeError` when a rank is still there after two minutes.
     """
-    context = forking()
+    context = forking(PRELOADED)
     world = 1 if profile == "single" else 2
     store, shared = meeting_point(world)  # the store lives as long as this name
     shared = {} if world == 1 else shared | profile_environment(profile, world)

@@ -12,6 +12,8 @@ import pytest
 
 from ftcli.testing import BEFORE_CUDA, forking, forks_may_start, run_on_cpu, run_on_processes
 
+STARTS_CUDA = {"deepspeed", "peft", "transformers.modeling_utils"}  # the last two where torchao, bitsandbytes are
+
 
 def look() -> tuple[str | None, str | None, bool, int, str | None]:
     """Return of a rank: two variables of its environment, what was imported, its parent, how its processes start."""
@@ -94,4 +96,4 @@ def told_by_one_of(preloaded: list[str]) -> tuple[bool, bool, int]:
 
 
 def tell(queue: Any) -> None:
-    queue.put(("torch" in sys.modules, not sys.modules.keys().isdisjoint({"deepspeed", "peft"}), os.getppid()))
+    queue.put(("torch" in sys.modules, not sys.modules.keys().isdisjoint(STARTS_CUDA), os.getppid()))

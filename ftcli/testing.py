@@ -201,7 +201,7 @@ def forking(preloaded: list[str]) -> Any:
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
 
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._preload_modules != preloaded:
         server._stop()
     context = multiprocessing.get_context("forkserver")

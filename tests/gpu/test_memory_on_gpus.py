@@ -187,7 +187,7 @@ def curves_in_both(folder: Path) -> dict[str, dict[str, Curve]]:
         "data": {"train": str(folder / "mixed.jsonl"), "max_length": LENGTH, "packing": True},
         "batch": {"global_size": 8, "micro_size": 2},
     }
-    return {precision: curves(folder, 2e-5, precision, list(MODES), **sections) for precision in ("bf16", "fp32")}
+    return {precision: curves(folder, 5e-6, precision, list(MODES), **sections) for precision in ("bf16", "fp32")}
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,18 @@ Knows no backend; tensors may be whole, shards or flat partitions.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .adamw_by_weight import AdamWByWeight, here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+from .fused import Fused
 
 # What is kept of each element, as checkpoints name it: dtype, or that of the weight.
 KINDS = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32, "remainder": torch.int16}
+WIDTH = 16  # elements of a row, where a tensor can be cut into such: then its kernel may read several at once
 
 
 class AdamWBf16(AdamWByWeight):
@@ -38,20 +36,34 @@ class AdamWBf16(AdamWByWeight):
 
     def step_weight(self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> None:
         """Step one weight in place: on a GPU by one compiled kernel."""
-        (beta1, beta2), count, rate = group["betas"], float(state["step"]), float(group["lr"])
-        numbers = (
-            1 - rate * group["weight_decay"],
-            rate / (1 - beta1**count),
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            (1 - beta2**count) ** -0.5,
-            group["eps"],
+        numbers = _numbers(
+            float(state["step"]), float(group["lr"]), tuple(group["betas"]), group["weight_decay"], group["eps"]
         )
         held: list[Any] = [weight, weight.grad, *(state[kind] for kind in KINDS)]
-        tensors = [here(tensor).view(-1) for tensor in held]
-        fused = _compiled() if weight.is_cuda else update
-        fused(*tensors, *(torch.tensor(number, dtype=torch.float32) for number in numbers))
+        _step(*(_in_rows(here(tensor)) for tensor in held), *numbers)
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """Return a view `[n, WIDTH]` of a tensor's elements in their order; `[n]` where their number is no multiple."""
+    return tensor.view(-1) if tensor.numel() % WIDTH else tensor.view(-1, WIDTH)
+
+
+@lru_cache(maxsize=8)  # all weights of a group are stepped with the same
+def _numbers(
+    count: float, rate: float, betas: tuple[float, float], weight_decay: float, eps: float
+) -> tuple[Tensor, ...]:
+    """Return what `update` is given beside tensors, for the update number `count`, the first being 1."""
+    beta1, beta2 = betas
+    numbers = (
+        1 - rate * weight_decay,
+        rate / (1 - beta1**count),
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        (1 - beta2**count) ** -0.5,
+        eps,
+    )
+    return tuple(torch.tensor(number, dtype=torch.float32) for number in numbers)
 
 
 def update(
@@ -68,7 +80,7 @@ def update(
     scale2: Tensor,
     eps: Tensor,
 ) -> None:
-    """Step one flat weight in place; the numbers are scalars on the host, made of learning rate, betas and count."""
+    """Step one weight in place; all have one shape. The numbers are scalars on the host: no kernel waits for them."""
     whole = join(weight, remainder)
     gradient = gradient.float()
     first = exp_avg.float()
@@ -94,7 +106,4 @@ def split(whole: Tensor) -> tuple[Tensor, Tensor]:
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
 
 
-@cache
-def _compiled() -> Callable[..., None]:
-    """Return `update` as one kernel: seven passes over memory are saved. Made once, for tensors of any length."""
-    return torch.compile(update, fullgraph=True, dynamic=True)
+_step = Fused(update)  # seven passes over memory are saved, and one kernel serves weights of any length

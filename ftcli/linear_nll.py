@@ -12,6 +12,7 @@ Knows no model, no task and no backend. Shapes: N rows, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .fused import Fused
 from .memory import PIECE
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 After = Callable[[Tensor], Tensor]  # what a model does to logits, elementwise
+WORTH = 2**24  # logits of a piece from which on compiling pays: the passes it saves over fewer take microseconds
 
 
 def linear_nll(
@@ -66,12 +69,13 @@ class _LinearNll(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         ahead, ctx.ahead = ctx.ahead, None  # changed in place, so they serve once
+        dtypes = tuple(torch.float32 if x is None else x.dtype for x in (hidden, weight, bias))
         if ahead is not None and (_is_of_a_sum(upstream) or not any(wanted[1:])):
-            found = _scaled(ahead, upstream)
+            found = _scaled(ahead, upstream, dtypes)
         else:
             found = _in_pieces(hidden, weight, bias, targets, ctx.after, ctx.dtype, upstream, wanted)[1]
-        pairs = zip(found, (hidden, weight, bias), strict=True)
-        return *(None if gradient is None else gradient.to(x.dtype) for gradient, x in pairs), None, None, None
+        pairs = zip(found, dtypes, strict=True)
+        return *(None if gradient is None else gradient.to(dtype) for gradient, dtype in pairs), None, None, None
 
 
 def _is_of_a_sum(upstream: Tensor) -> bool:
@@ -79,14 +83,20 @@ def _is_of_a_sum(upstream: Tensor) -> bool:
     return upstream.numel() > 0 and upstream.stride() == (0,)
 
 
-def _scaled(ahead: Gradients, upstream: Tensor) -> Gradients:
+def _scaled(ahead: Gradients, upstream: Tensor, dtypes: tuple[torch.dtype, ...]) -> Gradients:
     """Return the gradients for `upstream [N]` from those of the sum of all rows, which are lost."""
     hidden, weight, bias = ahead
     return (
-        None if hidden is None else hidden * upstream[:, None],
-        None if weight is None else weight.float().mul_(upstream[0]),
-        None if bias is None else bias.mul_(upstream[0]),
+        None if hidden is None else _times(hidden, upstream[:, None], dtypes[0]),
+        None if weight is None else _times(weight, upstream[:1], dtypes[1]),
+        None if bias is None else _times(bias, upstream[:1], dtypes[2]),
     )
+
+
+def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `gradient` times a float32 `factor`, rounded while it is written; it is overwritten where it can be."""
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor, out=out)
 
 
 def _in_pieces(
@@ -111,34 +121,101 @@ def _in_pieces(
     for start in range(0, max(1, len(targets)), rows):
         piece, target = hidden[start : start + rows].to(dtype), targets[start : start + rows]
         logits = F.linear(piece, weight, bias)
-        log_p = torch.log_softmax(logits if after is None else after(logits), dim=-1, dtype=torch.float32)
-        nll.append(F.nll_loss(log_p, target, reduction="none", ignore_index=-100))
-        if factors is None:
+        part = None if factors is None else factors[start : start + rows]
+        if after is None:
+            nll.append((_nll if logits.numel() >= WORTH else plain_nll)(logits, target, part))
+            of_logits = logits
+        else:
+            log_p = torch.log_softmax(after(logits), dim=-1, dtype=torch.float32)
+            nll.append(F.nll_loss(log_p, target, reduction="none", ignore_index=-100))
+            of_logits = logits if part is None else _before(logits, after, _of_log_p(log_p, target, part))
+            del log_p
+        if part is None:
             continue
-        of_logits = _gradient_of_logits(logits, log_p, target, factors[start : start + rows], after)
-        del logits, log_p
+        del logits
         if wanted[0]:
             of_hidden.append(of_logits @ weight)
         if wanted[1]:
-            product = of_logits.T @ piece
-            of_weight = product if of_weight is None else of_weight.float().add_(product)
+            of_weight = _plus_product(of_weight, of_logits.T, piece, is_one=rows >= len(targets))
         if wanted[2]:
             total = of_logits.sum(dim=0, dtype=torch.float32)
             of_bias = total if of_bias is None else of_bias.add_(total)
     return torch.cat(nll), (torch.cat(of_hidden) if of_hidden else None, of_weight, of_bias)
 
 
-def _gradient_of_logits(logits: Tensor, log_p: Tensor, targets: Tensor, factors: Tensor, after: After | None) -> Tensor:
-    """Return the gradient `[n, V]` with respect to logits: (p - 1 at the target) times factor; both are overwritten."""
+def plain_nll(logits: Tensor, targets: Tensor, factors: Tensor | None) -> Tensor:
+    """Return nll `[n]` of logits `[n, V]`, which become their gradient where `factors [n]` are given."""
+    log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    nll = F.nll_loss(log_p, targets, reduction="none", ignore_index=-100)
+    if factors is not None:
+        gradient, by = _of_log_p(log_p, targets, factors)
+        torch.mul(gradient, by, out=logits)  # rounds while it writes
+    return nll
+
+
+def nll_in_one_pass(logits: Tensor, targets: Tensor, factors: Tensor | None) -> Tensor:
+    """Do what `plain_nll` does, made for the compiler: logits are read for their sum, read again and overwritten.
+
+    The plain form writes float32 log-probabilities and goes over them again and again. Here a target outside the
+    vocabulary gives NaN; there it is an error. Its logit is found by comparing, as reading at an index would keep the
+    compiler from making one kernel.
+    """
+    known, vocabulary = targets != -100, logits.shape[1]
+    is_target = torch.arange(vocabulary, device=logits.device) == targets[:, None]
+    wide = logits.float()
+    most = wide.amax(dim=-1, keepdim=True)
+    log_sum = (wide - most).exp().sum(dim=-1, keepdim=True).log() + most
+    nll = (log_sum - torch.where(is_target, wide, 0.0).sum(dim=-1, keepdim=True))[:, 0]
+    nll = torch.where((targets >= 0) & (targets < vocabulary), nll, torch.nan).where(known, 0.0)
+    if factors is not None:
+        logits.copy_(((wide - log_sum).exp() - is_target.float()) * (factors * known)[:, None])
+    return nll
+
+
+_nll = Fused(nll_in_one_pass, plain_nll)
+
+
+def _of_log_p(log_p: Tensor, targets: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p - 1 at the target `[n, V]`, which overwrites `log_p`, and what its rows are multiplied by `[n, 1]`."""
     known = targets != -100
     gradient = log_p.exp_()
     at = targets.where(known, 0)[:, None]
     gradient.scatter_add_(1, at, torch.full_like(at, -1, dtype=gradient.dtype))
-    factors = (factors * known)[:, None]
-    if after is None:
-        return torch.mul(gradient, factors, out=logits)  # rounds while it writes
+    return gradient, (factors * known)[:, None]
+
+
+def _before(logits: Tensor, after: After, found: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the gradient with respect to what `after` was given, from what `_of_log_p` returned."""
+    gradient, by = found
     with torch.enable_grad():
         before = logits.detach().requires_grad_()
         shaped = after(before)
-    (result,) = torch.autograd.grad(shaped, before, gradient.mul_(factors).to(shaped.dtype))
+    (result,) = torch.autograd.grad(shaped, before, gradient.mul_(by).to(shaped.dtype))
     return result
+
+
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor, *, is_one: bool) -> Tensor:
+    """Return `total + left @ right`, in float32 unless `is_one`: there is no other product; `total` is overwritten."""
+    if not is_one and adds_in_float32(left.device.type, left.dtype):
+        size = (left.shape[0], right.shape[1])
+        out = torch.empty(size, device=left.device) if total is None else total
+        beta = 0 if total is None else 1  # 0: nothing is read
+        return torch.addmm(out, left, right, beta=beta, out_dtype=torch.float32, out=out)
+    product = left @ right
+    return product if total is None else total.float().add_(product)
+
+
+@cache
+def adds_in_float32(kind: str, dtype: torch.dtype) -> bool:
+    """Say whether a product of 16 bits can be added to a float32 sum as it is made: on GPUs, in newer torch.
+
+    Else it is rounded, written, and read again.
+    """
+    if kind != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    some, sums = torch.ones(16, 16, dtype=dtype, device=kind), torch.ones(16, 16, device=kind)
+    try:
+        torch.addmm(sums, some, some, out_dtype=torch.float32, out=sums)
+    except (RuntimeError, TypeError):
+        return False
+    return True

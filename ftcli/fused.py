@@ -1,0 +1,55 @@
+"""A formula over tensors as one kernel on a GPU, by torch.compile; elsewhere, and where that fails, what it stands for.
+
+Operations one by one each read and write all their tensors; a compiled formula does so once. What it needs (Triton, a C
+compiler) may be missing: then the plain form runs, which gives the same numbers up to float32's rounding, and one line
+says so. Knows no model and no task.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Fused:
+    """Calls `formula` compiled where the first of its tensors is on one of `PLACES`, and else `plain`.
+
+    Tensors may have any length in their first dimension: one kernel serves all. Other sizes are part of the kernel,
+    which makes it fast: 16 bytes are read at a time only where the number of elements is known to be a multiple of 16.
+    What both give must be equal, what they overwrite too; no call makes the host wait for the device, but the first.
+    """
+
+    PLACES = ("cuda",)
+
+    def __init__(self, formula: Callable[..., Any], plain: Callable[..., Any] | None = None) -> None:
+        self.formula, self.plain = formula, plain or formula
+        self.problem: str | None = None  # why nothing is compiled any more
+
+    def __call__(self, first: Tensor, *rest: Tensor | None) -> Any:
+        """Return what the function does; an error of its own is raised by `plain`, running out of memory by either."""
+        if first.device.type not in self.PLACES or self.problem is not None:
+            return self.plain(first, *rest)
+        for tensor in (first, *rest):
+            if tensor is not None and tensor.dim():
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        try:
+            return self._compiled(first, *rest)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and all before anything is computed
+            self.problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        if os.environ.get("RANK", "0") == "0":
+            told = f"ftcli: {self.formula.__name__} is not compiled, which costs time alone ({self.problem[:300]})"
+            print(told, file=sys.stderr, flush=True)
+        return self.plain(first, *rest)
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        # Nothing becomes dynamic by itself: a second vocabulary is another kernel, not a slower one for all.
+        return torch.compile(self.formula, fullgraph=True, dynamic=False)

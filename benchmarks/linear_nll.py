@@ -3,7 +3,8 @@
     python benchmarks/linear_nll.py --rows 16384 --hidden 2048 --vocabulary 128256 --dtype bfloat16
     python benchmarks/linear_nll.py --rows 1024 --hidden 576 --vocabulary 49152 --pieces 22 24 27    # on CPU
 
-Weights are float32 under autocast, or all of `--dtype` with `--pure`. Losses and gradient norms must agree.
+Weights are float32 under autocast, or all of `--dtype` with `--pure`. Losses and gradient norms must agree. On GPUs the
+largest pieces are also made without the compiled kernel, and then without sums in float32 too: what each saves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import resource
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +41,19 @@ def main() -> None:
     hidden = torch.randn(given.rows, given.hidden, device=device, dtype=held, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(given.vocabulary, given.hidden, device=device, dtype=held) * 0.02)
     targets = torch.randint(0, given.vocabulary, (given.rows,), device=device)
-    ways: dict[str, tuple[int, Callable[[], Tensor]]] = {
-        f"pieces of 2^{power}": (2**power, lambda: room.linear_nll(hidden, weight, None, targets))
-        for power in given.pieces
+    ours = lambda: room.linear_nll(hidden, weight, None, targets)  # noqa: E731
+    fast, never, slow = {"WORTH": 0}, {"WORTH": 2**62}, {"adds_in_float32": lambda kind, dtype: False}
+    ways: dict[str, tuple[dict[str, Any], Callable[[], Tensor]]] = {
+        f"pieces of 2^{power}": ({"PIECE": 2**power} | fast, ours) for power in given.pieces
     }
-    ways["whole logits"] = (room.PIECE, lambda: token_nll(F.linear(hidden, weight), targets))
+    if device == "cuda":
+        ways["the largest, not compiled"] = (never, ours)
+        ways["the largest, not compiled, sums rounded"] = (never | slow, ours)
+    ways["whole logits"] = ({}, lambda: token_nll(F.linear(hidden, weight), targets))
     if device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-        ways["Liger's fused linear cross-entropy"] = (room.PIECE, lambda: liger(hidden, weight, targets))
-    for way, (piece, nll) in ways.items():
-        room.PIECE = piece
+        ways["Liger's fused linear cross-entropy"] = ({}, lambda: liger(hidden, weight, targets))
+    for way, (settings, nll) in ways.items():
+        vars(room).update(settings)
         print(json.dumps({"way": way, **measure(nll, hidden, weight, dtype, given.repeats)}), flush=True)
 
 

@@ -10,19 +10,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# Few rows in the first call would split a sum over several kernels, for good; and one kernel needs no pool of compiling
+# processes on every rank.
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"split_reductions": False, "compile_threads": 1}
+
 
 class Fused:
     """Calls `formula` compiled where the first of its tensors is on one of `PLACES`, and else `plain`.
 
     Tensors may have any length in their first dimension: one kernel serves all. Other sizes are part of the kernel,
-    which makes it fast: 16 bytes are read at a time only where the number of elements is known to be a multiple of 16.
-    What both give must be equal, what they overwrite too; no call makes the host wait for the device, but the first.
+    which makes it fast: 16 bytes are read at a time only where the number of elements is known to be a multiple of 16;
+    so other sizes are another kernel. A formula says its own dtypes, and knows no autocast. What both give must be
+    equal, what they overwrite too; no call makes the host wait for the device, but the first.
     """
 
     PLACES = ("cuda",)
@@ -38,8 +44,11 @@ class Fused:
         for tensor in (first, *rest):
             if tensor is not None and tensor.dim():
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        kind = first.device.type
+        plainly = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
         try:
-            return self._compiled(first, *rest)
+            with plainly:
+                return self._compiled(first, *rest)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and all before anything is computed
@@ -51,5 +60,6 @@ class Fused:
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:
-        # Nothing becomes dynamic by itself: a second vocabulary is another kernel, not a slower one for all.
-        return torch.compile(self.formula, fullgraph=True, dynamic=False)
+        if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # it would run uncompiled
+            return self.plain
+        return torch.compile(self.formula, fullgraph=True, dynamic=False, options=OPTIONS)

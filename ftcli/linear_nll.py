@@ -25,6 +25,7 @@ from .memory import PIECE
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 After = Callable[[Tensor], Tensor]  # what a model does to logits, elementwise
+TILE = 128  # rows that a GPU multiplies together; a piece of whole tiles leaves none half empty
 WORTH = 2**24  # logits of a piece from which on compiling pays: the passes it saves over fewer take microseconds
 
 
@@ -115,6 +116,7 @@ def _in_pieces(
     """
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     rows = max(1, PIECE // weight.shape[0])
+    rows -= rows % TILE if hidden.is_cuda and rows > TILE else 0
     nll, of_hidden = [], []
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 MODES = ("none", "selective", "full")  # what is computed again in the backward pass, from the fastest on
 USABLE = 0.9  # of a device's memory: the rest is the driver's, communication's, and lost between tensors
-# Logits that linear_nll.py holds at once, at most, unless one row has more: 2^28 are 512 MiB in bfloat16, and 1 GiB as
-# log-probabilities. Each piece is added to the weight's gradient, which reads and writes all of that, so few are made.
+# Logits that linear_nll.py holds at once, at most, unless one row has more: 2^28 are 512 MiB in bfloat16. Each piece is
+# added to the weight's gradient, which reads and writes all of that, so few are made.
 PIECE = 2**28
+# Settings of models that change logits after the head: those are held as float32 log-probabilities too, twice for a
+# moment. Others on GPUs are not, as one kernel makes them their gradient (where it cannot be compiled they are).
+AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 LANGUAGE = ("sft", "pretrain")  # tasks whose loss needs logits of the whole vocabulary
 OUTSIDE = ("embed", "wte", "wpe", "lm_head")  # in the names of matrices that adapters leave alone
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2, "fp8": 2}
@@ -44,6 +47,7 @@ class Shape:
     heads: int
     vocabulary: int
     patches: int | None  # of an image, with the class's own; None where tokens are words
+    changes_logits: bool = False  # after the head
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape | None:
@@ -68,7 +72,8 @@ class Shape:
         keys = (first("num_key_value_heads") or heads) * size
         side, patch = first("image_size"), first("patch_size")
         patches = None if side is None or patch is None else (side // patch) ** 2 + 1
-        return cls(layers, hidden, inner, heads * size, keys, heads, first("vocab_size") or 0, patches)
+        changes = any(config.get(name) is not None for name in AFTER_HEAD)
+        return cls(layers, hidden, inner, heads * size, keys, heads, first("vocab_size") or 0, patches, changes)
 
     def kept(self, precision: str, mode: str) -> int:
         """Return the bytes that one layer keeps of one token until its backward pass.
@@ -153,9 +158,9 @@ def estimate(recipe: Recipe, sizes: Sizes, shares: Shares, *, rows: int, tokens:
     kept = 0 if recipe.model.activation_offloading else shape.layers * shape.kept(recipe.precision, mode)
     parts["activations"] = batch * (kept + one)
     if recipe.task in LANGUAGE:
-        size = COMPUTE_BYTES[recipe.precision]
+        size = COMPUTE_BYTES[recipe.precision] + 8 * shape.changes_logits
         at_once = min(batch, max(1, PIECE // max(shape.vocabulary, 1))) * shape.vocabulary
-        parts["logits"] = at_once * (size + 4) + shape.vocabulary * shape.hidden * 4
+        parts["logits"] = at_once * size + shape.vocabulary * shape.hidden * 4
     return Estimate(parts)
 
 

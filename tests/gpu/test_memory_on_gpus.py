@@ -154,7 +154,7 @@ def settle_twice(folder: Path, output: Path) -> list[str]:
 
 
 def test_the_kernel_of_adamw_in_bfloat16_gives_the_numbers_of_its_formula_and_waits_for_nothing() -> None:
-    from ftcli.adamw_bf16 import AdamWBf16, join, update
+    from ftcli.adamw_bf16 import AdamWBf16, _step, join, update
 
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(size, generator=draw).bfloat16().cuda() for size in ((7,), (64, 33), (4096, 512))]
@@ -169,6 +169,7 @@ def test_the_kernel_of_adamw_in_bfloat16_gives_the_numbers_of_its_formula_and_wa
             update(copy[0], parameter.grad.view(-1), *copy[1:], *(torch.tensor(n) for n in (*numbers, 1e-8)))
         optimizer.step()
     torch.cuda.set_sync_debug_mode("default")
+    assert _step.problem is None
     for parameter, copy in zip(optimizer.param_groups[0]["params"], copies, strict=True):
         found = join(parameter.detach().view(-1), optimizer.state[parameter]["remainder"].view(-1))
         torch.testing.assert_close(found, join(copy[0], copy[3]), rtol=1e-6, atol=0)

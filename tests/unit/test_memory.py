@@ -74,6 +74,15 @@ def test_what_a_process_holds_by_hand() -> None:
     assert estimate(recipe(), sizes, Shares(0, 0, 0), rows=1, tokens=1, mode="none").total == 0
 
 
+def test_logits_are_held_once_in_the_compute_dtype_and_in_float32_too_where_a_model_changes_them() -> None:
+    config = LLAMA | {"hidden_size": 8, "vocab_size": 1000}
+    for more, size in ({}, 2), ({"final_logit_softcapping": None}, 2), ({"final_logit_softcapping": 30.0}, 10):
+        sizes = Sizes(0, 0, Shape.of(config | more))
+        wanted = recipe(task="pretrain", precision="bf16")
+        parts = estimate(wanted, sizes, Shares(), rows=3, tokens=5, mode="none").parts
+        assert parts["logits"] == 3 * 5 * 1000 * size + 1000 * 8 * 4
+
+
 def test_auto_takes_the_first_way_that_fits_and_says_why() -> None:
     wanted = recipe()
     sizes = Sizes(100, 0, Shape.of(LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}))

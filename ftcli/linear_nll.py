@@ -1,11 +1,12 @@
 """Negative log-likelihoods under a linear head, without its logits: they exist for a piece of the rows at a time.
 
 Logits `[N, V]` are the largest tensor of a training step: 16,384 tokens of a vocabulary of 128,256 are 4 GiB in
-bfloat16 and 8 in float32, and as much again for their gradient. Here a piece is made, turned into log-probabilities in
-float32 and, still in the forward pass, into its part of the gradients, then dropped. So the head is multiplied three
-times, as with whole logits; making each piece anew in the backward pass would be a fourth. Gradients of the forward
-pass are those of a plain sum, so that happens only where they do not serve: where the loss weighs tokens unequally and
-the head is trained, and in float16, whose small numbers need the loss scale from the start.
+bfloat16 and 8 in float32, and as much again for their gradient. Here a piece is made, turned into likelihoods in
+float32 and, still in the forward pass, into its part of the gradients, then dropped: on GPUs by one kernel, which goes
+over the logits twice. So the head is multiplied three times, as with whole logits; making each piece anew in the
+backward pass would be a fourth. Gradients of the forward pass are those of a plain sum, so that happens only where they
+do not serve: where the loss weighs tokens unequally and the head is trained, and in float16, whose small numbers need
+the loss scale from the start.
 Knows no model, no task and no backend. Shapes: N rows, H hidden, V vocabulary.
 """
 

@@ -54,8 +54,8 @@ class Fused:
         except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and all before anything is computed
             self.problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if os.environ.get("RANK", "0") == "0":
-            told = f"ftcli: {self.formula.__name__} is not compiled, which costs time alone ({self.problem[:300]})"
-            print(told, file=sys.stderr, flush=True)
+            told = f"{self.formula.__name__} is not compiled: the same numbers, but slower ({self.problem[:300]})"
+            print(f"ftcli: {told}", file=sys.stderr, flush=True)
         return self.plain(first, *rest)
 
     @cached_property

@@ -73,7 +73,7 @@ def test_what_cannot_be_compiled_runs_as_it_stands_and_is_told_once(
     fused = Fused(broken, lambda first, second: first + 2)
     assert [fused(torch.ones(2), None).tolist() for _ in range(3)] == [[3.0, 3.0]] * 3
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("ftcli: broken is not compiled, which costs time alone (")
+    assert line.startswith("ftcli: broken is not compiled: the same numbers, but slower (")
 
 
 def test_a_device_without_memory_is_not_mistaken_for_a_missing_compiler(on_cpu: None) -> None:

@@ -101,7 +101,7 @@ zero3() {
 }
 
 rest() {
-    local at=(--shape llama-3.1-8b --length 4096 --micro-size 1 --task pretrain --precision bf16_pure)
+    local at=(--shape llama-3.1-8b --length 4096 --micro-size 2 --task pretrain --precision bf16_pure)
     more 8b_bare 150 "${at[@]}" --peer bare "${flash[@]}"
     more 8b_ftcli 150 "${at[@]}" --peer ftcli --label extras
     more 8b_trl 150 "${at[@]}" --peer trl

@@ -9,13 +9,14 @@ Shapes: B rows, H heads, T tokens, D documents, K features of a head.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .base_model import base_model_of
 from .errors import InputError
+from .memory import Shape
+from .model_files import json_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,11 +87,17 @@ def is_best_flat(model: nn.Module, recipe: Recipe) -> bool:
 
 
 def check_attention(recipe: Recipe, task: Any) -> None:
-    """Raise `InputError` where rows cannot be streamed, or laid end to end.
+    """Raise `InputError` where rows cannot be streamed, or laid end to end, or a kernel cannot do the model's heads.
 
     Looks at the configuration of a local model only.
     """
     from .rows import model_folder
+
+    folder = model_folder(recipe.model.name)
+    config = None
+    if folder is not None and (folder / "config.json").is_file():
+        config = json_of(folder / "config.json", (folder / "config.json").read_bytes())
+        check_heads(config, recipe)
 
     if recipe.data.streaming and not getattr(task, "packs", False):
         told = f"data.streaming: the rows of task {recipe.task} are not documents of a language model"
@@ -107,9 +114,25 @@ def check_attention(recipe: Recipe, task: Any) -> None:
             f"model.attn_implementation: {chosen} cannot keep documents in one row apart ({key})",
             hint=f"delete that line, name sdpa or a flash_attention kernel, or set {key} to false",
         )
-    folder = model_folder(recipe.model.name)
-    if folder is not None and (folder / "config.json").is_file():
-        check_architecture(json.loads((folder / "config.json").read_text()), recipe)
+    if config is not None:
+        check_architecture(config, recipe)
+
+
+def check_heads(config: dict[str, Any], recipe: Recipe) -> None:
+    """Raise `InputError` where the kernel that a recipe names is wrong for heads of this model's size, or too small."""
+    chosen, shape = recipe.model.attn_implementation, Shape.of(config)
+    if chosen is None or not chosen.startswith("flash_attention") or shape is None:
+        return
+    from .attention_kernels import FLASH
+
+    size = shape.attention // shape.heads
+    *_, smallest, largest = FLASH.get(chosen, (None, None, size, size))
+    if not smallest <= size <= largest:
+        raise InputError(
+            f"model.attn_implementation: {chosen} does heads of {smallest} to {largest} features; "
+            f"those of this model have {size}",
+            hint="delete that line, and the best kernel that can do them is taken",
+        )
 
 
 def check_architecture(config: dict[str, Any], recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..attention import check_architecture, confine_to_documents, is_best_flat, is_flash, is_flat
+from ..attention import check_architecture, check_heads, confine_to_documents, is_best_flat, is_flash, is_flat
 from ..chat import TrainOn, encode_conversations, load_template
 from ..formats import convert
 from ..template_variables import check_variables, texts_of
@@ -135,8 +135,10 @@ class Task:
         """Return the causal language model; it has no new head."""
         from ..models import configuration, load_model
 
-        if is_flat(self.recipe):
-            check_architecture(configuration(self.recipe.model), self.recipe)
+        if is_flat(self.recipe) or is_flash(self.recipe.model.attn_implementation):
+            config = configuration(self.recipe.model)
+            check_heads(config, self.recipe)
+            check_architecture(config, self.recipe)
         return load_model(self.auto_class, self.recipe, new_head=False, **kwargs)
 
     def finish_model(self, model: nn.Module) -> None:

@@ -168,6 +168,19 @@ def test_check_refuses_an_attention_kernel_that_knows_no_documents(tmp_path: Pat
         check(recipe(tmp_path, "llama", model=f", attn_implementation: {known}"))
 
 
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_check_refuses_a_kernel_that_is_wrong_for_narrow_heads(tmp_path: Path, packing: str) -> None:
+    asked = {"model": ", attn_implementation: flash_attention_4", "data": f"packing: {packing}"}
+    path = recipe(tmp_path, "llama", **asked)
+    sizes = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+    told = refusal(path)
+    assert "flash_attention_4 does heads of 64 to 128 features; those of this model have 32" in told
+    assert "delete that line" in told
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes | {"head_dim": 64}))
+    check(path)
+
+
 def test_check_refuses_rotary_positions_that_look_at_the_whole_micro_batch(tmp_path: Path) -> None:
     told = refusal(recipe(tmp_path, "phi3"))
     assert "rotary positions of type longrope depend on the longest row" in told

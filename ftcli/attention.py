@@ -94,8 +94,8 @@ def check_attention(recipe: Recipe, task: Any) -> None:
     from .rows import model_folder
 
     folder = model_folder(recipe.model.name)
-    config = None
-    if folder is not None and (folder / "config.json").is_file():
+    config, asks = None, is_flat(recipe) or is_flash(recipe.model.attn_implementation)
+    if asks and folder is not None and (folder / "config.json").is_file():
         config = json_of(folder / "config.json", (folder / "config.json").read_bytes())
         check_heads(config, recipe)
 

@@ -4,8 +4,9 @@
 # Groups, in this order when none is named: one fsdp ddp lora zero3 rest ladder; those of more GPUs than there are have
 # no pieces. WORK holds weights (1B 2.5 GB, 8B 16 GB): memory (/dev/shm/...) is faster than most disks. RESULTS gets
 # facts.jsonl, log-*.txt and where-*.txt, the profiles. EXTRAS names folders (A:B) with packages that only some lines may
-# use (liger-kernel, flash-attn-4, trl, torchtitan); without it those are left out. OURS: what ftcli's lines that
-# may use them are given besides ("--set KEY=VALUE ..."). LADDER: more rungs, KEY=VALUE words. QUICK=1: ten steps.
+# use (liger-kernel, flash-attn-4, trl, torchtitan); without it those are left out. LADDER: more rungs, KEY=VALUE words.
+# QUICK=1: ten steps. Layers of ftcli's language models are compiled, as those of every run that is long enough are.
+# ONLY: a regular expression that names of cells must match, whole: several calls, each with one GPU, share the cells.
 # A rehearsal without GPUs: benchmarks/gpu_speed.sh WORK RESULTS 900 cpu
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -20,20 +21,21 @@ extras=${EXTRAS:-}
 steps=(--steps 25 --warm 5)
 [ -n "${QUICK:-}" ] && steps=(--steps 13 --warm 3)
 flash=(--set attn_implementation=flash_attention_4 --label flash-attn-4)
+plain=(--peer ftcli --set model.torch_compile=true --label "no extras")
+best=(--peer ftcli --set model.torch_compile=true --label extras)
 mkdir -p "$work" "$results"
 lanes=$(mktemp -d)
 
 cell() { # NAME SECONDS ARGUMENTS... : a cell without the packages of EXTRAS; all are measured in the end
     local name=$1 limit=$2
     shift 2
+    [[ -n "${ONLY:-}" && ! "$name" =~ ^($ONLY)$ ]] && return
     printf '%q ' "$name" "$limit" "${steps[@]}" "$@" >>"$lanes/${lane:-plain}" && echo >>"$lanes/${lane:-plain}"
 }
 
 more() { # the same with them
     [ -z "$extras" ] && echo "$1: left out, EXTRAS names no folder" && return
-    local ours=()
-    [[ " $* " == *" --label extras "* ]] && read -ra ours <<<"${OURS:-}"
-    lane=extras cell "$@" "${ours[@]}"
+    lane=extras cell "$@"
 }
 
 measure() { # LANE
@@ -49,37 +51,39 @@ one() {
     local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain)
     more 1b_masters_bare 100 "${at[@]}" --precision bf16 --peer bare # whose curve all of these must follow
     more 1b_bare_varlen 100 "${at[@]}" --precision bf16_pure --peer bare
-    cell 1b_ftcli 100 "${at[@]}" --precision bf16_pure --peer ftcli --label "no extras"
-    more 1b_ftcli_extras 100 "${at[@]}" --precision bf16_pure --peer ftcli --label extras
+    cell 1b_ftcli 100 "${at[@]}" --precision bf16_pure "${plain[@]}"
+    more 1b_ftcli_extras 100 "${at[@]}" --precision bf16_pure "${best[@]}"
     more 1b_trl 120 "${at[@]}" --precision bf16_pure --peer trl
     more 1b_bare_flash 100 "${at[@]}" --precision bf16_pure --peer bare "${flash[@]}"
     more 1b_trl_default 100 "${at[@]}" --precision bf16_pure --peer trl-default
-    more 1b_where 90 "${at[@]}" --precision bf16_pure --peer ftcli --label extras --steps 10 --warm 3 \
+    more 1b_where 90 "${at[@]}" --precision bf16_pure "${best[@]}" --steps 10 --warm 3 \
         --trace "$results/where-1b.txt"
     more 1b_masters_bare_flash 100 "${at[@]}" --precision bf16 --peer bare "${flash[@]}"
-    cell 1b_masters_ftcli 100 "${at[@]}" --precision bf16 --peer ftcli --label "no extras"
-    more 1b_masters_ftcli_extras 100 "${at[@]}" --precision bf16 --peer ftcli --label extras
+    cell 1b_masters_ftcli 100 "${at[@]}" --precision bf16 "${plain[@]}"
+    more 1b_masters_ftcli_extras 100 "${at[@]}" --precision bf16 "${best[@]}"
+    more 1b_masters_where 90 "${at[@]}" --precision bf16 "${best[@]}" --steps 10 --warm 3 \
+        --trace "$results/where-1b-masters.txt"
 }
 
 fsdp() {
     has 2 fsdp || return 0
     local at=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --profile fsdp --processes $many)
     more 8b_fsdp_bare 200 "${at[@]}" --peer bare "${flash[@]}"
-    more 8b_fsdp_ftcli 200 "${at[@]}" --peer ftcli --label extras
+    more 8b_fsdp_ftcli 200 "${at[@]}" "${best[@]}"
     more 8b_fsdp_trl 200 "${at[@]}" --peer trl
     more 8b_fsdp_titan 200 "${at[@]}" --peer torchtitan
-    more 8b_fsdp_fp8 200 "${at[@]}" --peer ftcli --label fp8 --set precision=fp8 # its curve beside bf16's
-    more 8b_fsdp_where 150 "${at[@]}" --peer ftcli --label extras --steps 10 --warm 3 --trace "$results/where-fsdp.txt"
+    more 8b_fsdp_fp8 200 "${at[@]}" "${best[@]}" --label fp8 --set precision=fp8 # its curve beside bf16's
+    more 8b_fsdp_where 150 "${at[@]}" "${best[@]}" --steps 10 --warm 3 --trace "$results/where-fsdp.txt"
 }
 
 ddp() {
     has 2 ddp || return 0
     local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain) count
-    more 1b_masters_ftcli_extras 100 "${at[@]}" --precision bf16 --peer ftcli --label extras # of one GPU, for the share
+    more 1b_masters_ftcli_extras 100 "${at[@]}" --precision bf16 "${best[@]}" # of one GPU, for the share
     for count in 4 2; do
         [ "$gpus" -lt $count ] && continue
         more 1b_ddp${count}_bare 120 "${at[@]}" --profile ddp --processes $count --peer bare "${flash[@]}"
-        more 1b_ddp${count}_ftcli 120 "${at[@]}" --profile ddp --processes $count --peer ftcli --label extras
+        more 1b_ddp${count}_ftcli 120 "${at[@]}" --profile ddp --processes $count "${best[@]}"
     done
     [ "$gpus" -ge 4 ] && more 1b_ddp4_trl 120 "${at[@]}" --profile ddp --processes 4 --peer trl
 }
@@ -87,15 +91,15 @@ ddp() {
 lora() {
     local at=(--shape llama-3.1-8b --length 4096 --micro-size 2 --task pretrain --lora 16 --learning-rate 1e-4)
     more 8b_lora_bare 150 "${at[@]}" --peer bare "${flash[@]}"
-    more 8b_lora_ftcli 150 "${at[@]}" --peer ftcli --label extras
+    more 8b_lora_ftcli 150 "${at[@]}" "${best[@]}"
     more 8b_lora_trl 150 "${at[@]}" --peer trl
-    more 8b_lora_where 100 "${at[@]}" --peer ftcli --label extras --steps 10 --warm 3 --trace "$results/where-lora.txt"
+    more 8b_lora_where 100 "${at[@]}" "${best[@]}" --steps 10 --warm 3 --trace "$results/where-lora.txt"
 }
 
 zero3() {
     has 2 zero3 || return 0
     local at=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --profile zero3 --processes $many)
-    more 8b_zero3_ftcli 240 "${at[@]}" --peer ftcli --label extras
+    more 8b_zero3_ftcli 240 "${at[@]}" "${best[@]}"
     more 8b_zero3_bare 240 "${at[@]}" --peer bare "${flash[@]}" # stock bf16: another curve (README.md says why)
     more 8b_zero3_trl 240 "${at[@]}" --peer trl
 }
@@ -103,18 +107,20 @@ zero3() {
 rest() {
     local at=(--shape llama-3.1-8b --length 4096 --micro-size 2 --task pretrain --precision bf16_pure)
     more 8b_bare 150 "${at[@]}" --peer bare "${flash[@]}"
-    more 8b_ftcli 150 "${at[@]}" --peer ftcli --label extras
+    more 8b_ftcli 150 "${at[@]}" "${best[@]}" --set model.gradient_checkpointing=none
     more 8b_trl 150 "${at[@]}" --peer trl
+    more 8b_where 120 "${at[@]}" "${best[@]}" --steps 10 --warm 3 --trace "$results/where-8b.txt"
     at=(--shape qwen3-0.6b --length 4096 --micro-size 8 --task pretrain --precision bf16_pure)
     more 06b_masters_bare 100 "${at[@]}" --precision bf16 --peer bare
     more 06b_bare 100 "${at[@]}" --peer bare
-    cell 06b_ftcli 100 "${at[@]}" --peer ftcli --label "no extras"
-    more 06b_ftcli_extras 100 "${at[@]}" --peer ftcli --label extras
+    cell 06b_ftcli 100 "${at[@]}" "${plain[@]}"
+    more 06b_ftcli_extras 100 "${at[@]}" "${best[@]}"
     more 06b_trl 120 "${at[@]}" --peer trl
+    more 06b_where 90 "${at[@]}" "${best[@]}" --steps 10 --warm 3 --trace "$results/where-06b.txt"
     at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task sft --precision bf16_pure) # prompts are not trained
     more 1b_sft_masters_bare 100 "${at[@]}" --precision bf16 --peer bare
     more 1b_sft_bare 100 "${at[@]}" --peer bare
-    more 1b_sft_ftcli 100 "${at[@]}" --peer ftcli --label extras
+    more 1b_sft_ftcli 100 "${at[@]}" "${best[@]}"
     more 1b_sft_trl 120 "${at[@]}" --peer trl
     at=(--shape bert-base --length 128 --micro-size 32 --task text_classification --precision bf16)
     cell bert_trainer 90 "${at[@]}" --peer hf-trainer
@@ -126,12 +132,26 @@ rest() {
     cell vit_ftcli 120 "${at[@]}" --peer ftcli --label "no extras" --set data.workers=8
 }
 
-ladder() { # each technique by itself, beside 1b_masters_ftcli
-    local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16) switch
-    cell 1b_masters_ftcli 100 "${at[@]}" --peer ftcli --label "no extras"
-    for switch in log.every_steps=1 model.gradient_checkpointing=true data.workers=1 ${LADDER:-}; do
-        cell "1b_ladder_$switch" 100 "${at[@]}" --peer ftcli --label ladder --set "$switch"
+ladder() { # each technique by itself, beside 1b_masters_ftcli and 1b_masters_ftcli_extras
+    local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16) rung switch
+    cell 1b_masters_ftcli 100 "${at[@]}" "${plain[@]}"
+    rung=(--peer ftcli --label ladder)
+    cell 1b_ladder_not_compiled 100 "${at[@]}" "${rung[@]}" --set model.torch_compile=false
+    cell 1b_ladder_selective 100 "${at[@]}" "${rung[@]}" --set model.torch_compile=false \
+        --set model.gradient_checkpointing=selective
+    rung+=(--set model.torch_compile=true)
+    for switch in log.every_steps=1 model.gradient_checkpointing=full model.activation_offloading=true \
+        data.workers=1 ${LADDER:-}; do
+        cell "1b_ladder_$switch" 100 "${at[@]}" "${rung[@]}" --set "$switch"
     done
+    rung=(--peer ftcli --label "ladder, extras")
+    more 1b_ladder_liger 100 "${at[@]}" "${rung[@]}" --set model.torch_compile=false
+    more 1b_ladder_liger_sdpa 100 "${at[@]}" "${rung[@]}" --set model.torch_compile=false \
+        --set model.attn_implementation=sdpa
+    more 1b_ladder_liger_compiled 100 "${at[@]}" "${rung[@]}" --set model.torch_compile=true \
+        --set model.use_liger_kernel=true
+    more 1b_ladder_sdpa_compiled 100 "${at[@]}" "${rung[@]}" --set model.torch_compile=true \
+        --set model.attn_implementation=sdpa
 }
 
 cpu() {

@@ -3,24 +3,92 @@
 A layer's forward in training is replaced and nothing else: names, hooks of backends and gradient checkpointing stay
 outside of what is compiled, evaluation and generation run as before. Attention over documents in one row is left to
 its own kernels, so a graph ends before it and another begins behind it. Lengths may change: the second one that is
-met compiles once more, for all lengths.
+met compiles once more, for all lengths. Where the recipe leaves it open, that is done where it pays.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .base_model import base_model_of
 from .errors import InputError
+from .memory import Shape
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from .cache import PreparedRows
+    from .planning import Plan
     from .recipe import Recipe
 
 COMPILERS = ("c++", "g++", "clang++")  # torch.compile makes C++ for CPUs, and C for the launches of its GPU kernels
+
+# Model types that are compiled without being asked for; a test on GPUs holds each. Not those with experts: which rows
+# an expert gets is known on the device only, so that graphs would end there again and again.
+KNOWN = {
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox",
+    "smollm3", "olmo", "olmo2", "olmo3", "granite", "starcoder2", "cohere2", "glm4", "opt",
+}  # fmt: skip
+# Seconds of a step that compiled layers save, for each feature (H + I) of each layer and token: what an H200 saved of a
+# Llama-3.2-1B shape in bf16 (benchmarks/README.md). Memory that is slower saves more.
+SAVED = 2.3e-11
+LEAST_SAVED = 60.0  # seconds of a run: compiling takes a part of a minute, and makes the first steps hard to judge
+
+
+def settle_compile(
+    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, *, place: str, hooked: bool
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe with `model.torch_compile` decided, and on GPUs a line for the log where layers are left alone.
+
+    `recomputed`: what the backward pass computes again; `hooked`: see `compile_layers`. Where it was left open, layers
+    that cannot be compiled run as they are.
+    """
+    asked = recipe.model.torch_compile
+    if asked:
+        _dynamo().suppress_errors = False
+    if asked is not None:
+        return recipe, []
+    on_gpu = place == "cuda"
+    problem = _why_not(model, recipe, plan, rows, recomputed, hooked=hooked) if on_gpu else "there is no GPU"
+    if problem is None:
+        _dynamo().suppress_errors = True
+    section = recipe.model.model_copy(update={"torch_compile": problem is None})
+    told = [f"torch_compile: none, {problem}"] if problem and on_gpu else []
+    return recipe.model_copy(update={"model": section}), told
+
+
+def _dynamo() -> Any:
+    """Return the settings of torch.compile's front; imported late, for it takes a second."""
+    import torch._dynamo
+
+    return torch._dynamo.config
+
+
+def _why_not(
+    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, *, hooked: bool
+) -> str | None:
+    """Return why a model on a GPU is not compiled where the recipe leaves it open, in a few words; None: it is."""
+    config: Any = getattr(base_model_of(model), "config", None)
+    kind = getattr(config, "model_type", None)
+    shape = None if kind not in KNOWN else Shape.of(config.to_dict())
+    if shape is None:
+        return f"a model of type {kind} is not known to gain by it"
+    if recipe.precision == "fp32":
+        return "float32 is for numbers that nothing else rounds"
+    if recipe.model.quantization is not None or recipe.model.activation_offloading or recomputed == "selective":
+        return "it does not go with what saves memory here"
+    if hooked:
+        return "this profile fetches weights by hooks inside of layers"
+    if not any(map(shutil.which, COMPILERS)) or importlib.util.find_spec("triton") is None:
+        return "it needs a C++ compiler and Triton"
+    of_row = recipe.data.max_length if rows.streamed else rows.tokens / max(plan.rows or 1, 1)
+    tokens = of_row * plan.global_size * (plan.steps or 0) / plan.processes
+    if (saved := SAVED * tokens * shape.layers * (shape.hidden + shape.inner)) < LEAST_SAVED:
+        return f"this run is too short to win its time back: it would save {saved:.0f} s"
+    return None
 
 
 def check_compile(recipe: Recipe) -> None:
@@ -108,10 +176,12 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _leave_attention_out() -> None:
     """Keep our attention out of graphs: it asks what machine this is, and some of its kernels cannot be traced."""
     import torch
+    import torch._inductor.config
     from transformers import AttentionInterface
 
     from .attention import BY_TORCH, NAME, attend
 
     torch._dynamo.config.optimize_ddp = False  # it would cut each layer's graph again, by DDP's buckets
+    torch._inductor.config.fallback_random = True  # dropout drops what it drops in layers that are not compiled
     AttentionInterface.register(NAME, torch.compiler.disable(attend))
     AttentionInterface.register(BY_TORCH, torch.compiler.disable(partial(attend, flash=False)))

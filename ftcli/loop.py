@@ -81,6 +81,7 @@ def _stretch(run: Run) -> Iterator[Step]:
     accelerator, model, optimizer, heart = run.hardware.accelerator, run.model, run.optimizer, run.heart
     sources = run.rows.sources
     model.train()
+    zero: torch.Tensor = torch.zeros(1 + len(sources), device=accelerator.device)
     run.stop.start_clock(run.recipe.train.max_minutes)  # not before: each launch does a step
     ahead = windows(run)
     window = next(ahead, None)
@@ -94,7 +95,6 @@ def _stretch(run: Run) -> Iterator[Step]:
             group["lr"] = rate * group["lr_factor"]
         run.reseed(number)
         scale = run.plan.accumulation * run.plan.processes / max(items, 1)
-        zero: torch.Tensor = torch.zeros(1 + len(sources), device=accelerator.device)
         sums, losses = zero, []  # summed loss of this rank and of each source; of each micro-batch
         for batch in run.hardware.micro_batches(window.batches if rows else ()):  # no row is left: nothing moves
             with run.hardware.accumulating(model):
@@ -105,10 +105,10 @@ def _stretch(run: Run) -> Iterator[Step]:
                 heart.beat("backward", number)
                 run.hardware.backward(loss * scale)
                 losses.append(loss.detach())
-                sums = sums + sum_by_source(losses[-1], parts.detach(), item_sources, len(sources))
-        norm = zero[0]
+                found = sum_by_source(losses[-1], parts.detach(), item_sources, len(sources))
+                sums = found if sums is zero else sums + found
+        norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm) if rows else zero[0]
         if rows:
-            norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm)
             run.hardware.step(optimizer)
         sums = run.hardware.ranks.sum_on_device(sums)
         mean = sums[0] / max(items, 1)

@@ -39,8 +39,7 @@ class _Pending:
 
     step: int
     ids: list[NDArray[np.int64]]  # of each micro-batch of this rank
-    norm: Tensor  # on the host, or on its way there
-    losses: Tensor  # `[1 + micro-batches]`, so too: of the step, then the sums of this rank's micro-batches
+    numbers: Tensor  # `[2 + micro-batches]` on the host, or on its way there: norm, loss, and each of this rank's sums
     arrived: torch.cuda.Event | None
 
 
@@ -65,13 +64,12 @@ class Flags:
         self, step: int, ids: list[NDArray[np.int64]], losses: list[Tensor], *, loss: Tensor, norm: Tensor
     ) -> None:
         """Start to bring a step's loss, norm and losses of micro-batches to the host."""
-        on_its_way = norm.detach().to("cpu", non_blocking=True)
-        all_losses = torch.stack([loss, *losses]).to("cpu", non_blocking=True)
+        on_its_way = torch.stack([norm.detach().to(loss), loss, *losses]).to("cpu", non_blocking=True)
         arrived = None
         if loss.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record()
-        self._pending = _Pending(step, ids, on_its_way, all_losses, arrived)
+        self._pending = _Pending(step, ids, on_its_way, arrived)
 
     def is_good(self, loss: float, norm: float) -> bool:
         """Say whether a step with this loss and gradient norm is one; under fp16 an overflow is nothing unusual."""
@@ -88,8 +86,7 @@ class Flags:
             return not self.must_go_back
         if pending.arrived is not None:
             pending.arrived.synchronize()
-        norm = float(pending.norm)
-        loss, *losses = pending.losses.tolist()
+        norm, loss, *losses = pending.numbers.tolist()
         if self.is_good(loss, norm):
             return True
         self._act(pending, f"step {pending.step}: loss {loss}, gradient norm {norm}", losses)

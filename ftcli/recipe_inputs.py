@@ -76,10 +76,11 @@ class Model(Section):
         description="Liger's kernels for norms, gated MLPs and rotary positions, on GPUs; null: where the package is "
         f"installed and the architecture is known. {MACHINE_HINT}",
     )
-    torch_compile: bool = Field(
-        False,
-        description="Compile every layer by itself (torch.compile): fewer passes over memory, for minutes before the "
-        f"first steps are done. Evaluation is not compiled. {MACHINE_HINT}",
+    torch_compile: bool | None = Field(
+        None,
+        description="Compile every layer by itself (torch.compile): fewer passes over memory, for a part of a minute "
+        "before the first steps are done. Evaluation is not compiled. null: on GPUs in half precision, where the "
+        f"architecture is known and the run is long enough to win that time back; the log says so. {MACHINE_HINT}",
     )
     gradient_checkpointing: Annotated[Literal["auto", "none", "selective", "full"], BeforeValidator(_mode_of)] = Field(
         "auto",

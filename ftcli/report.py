@@ -48,7 +48,7 @@ class Reporter:
         self._printed = self._stated = 0.0
         self._is_first = True  # the next step is this launch's first
         self._finished = False
-        self._graphs = Graphs() if run.recipe.model.torch_compile else None
+        self._graphs = Graphs() if run.compiled else None
 
     def __enter__(self) -> Reporter:
         if self.main:

@@ -67,6 +67,7 @@ class Run:
     prompts: list[EncodedPrompt] = field(default_factory=list)  # to answer at each evaluation
     first_step: int = 0
     recomputed: str = "none"  # by the backward pass: the mode that `gradient_checkpointing` came to
+    compiled: bool = False  # whether layers are, as far as the profile lets them
     is_measured: bool = True  # the checkpoint that the run goes on from holds the metrics of its step
     began: float = field(default_factory=time.perf_counter)  # when this launch did
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
@@ -152,6 +153,7 @@ def prepare(
 
     from .activations import fit_activations
     from .checkpoint import check_disk
+    from .compilation import settle_compile
     from .evaluation import check_prompts
     from .float8 import check_float8_device
     from .kernels import use_kernels
@@ -176,15 +178,16 @@ def prepare(
     hardware = _build_hardware(loaded, plan, folder, cpu=cpu)
     check_float8_device(loaded, hardware.accelerator.device)
     model = _build_model(loaded, task, rows, weights)
-    kernels = use_kernels(model, loaded, hardware)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
     recomputed, memory = fit_activations(model, loaded, plan, hardware, rows)
+    place, hooked = hardware.accelerator.device.type, hardware.hooks_inside
+    loaded, left_out = settle_compile(model, loaded, plan, rows, recomputed, place=place, hooked=hooked)
+    kernels = [*use_kernels(model, loaded, hardware), *left_out]
     model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded)
     flags = Flags(loaded.faults, hardware, excluded=set())
-    pins = hardware.accelerator.device.type == "cuda"
-    loaders = build_loaders(loaded, plan, task, rows, first_step, flags.excluded, pins=pins)
+    loaders = build_loaders(loaded, plan, task, rows, first_step, flags.excluded, pins=place == "cuda")
     order: Any = None if loaders[0] is None else loaders[0].batch_sampler
     model, optimizer, train_loader, eval_loader = _hand_over(hardware, model, optimizer, *loaders)
     if train_loader is None:
@@ -208,6 +211,7 @@ def prepare(
         first_step=first_step,
         began=began,
         recomputed=recomputed,
+        compiled=bool(loaded.model.torch_compile),
     )
     run.facts += [*facts_of(run), *size, memory]
     torch.manual_seed(seed_of(loaded.seed, hardware.ranks.rank))

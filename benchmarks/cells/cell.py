@@ -26,7 +26,7 @@ class Cell:
     lora: int = 0  # rank of a LoRA adapter on all linear layers; 0: all weights are trained
     steps: int = 25
     warm: int = 5  # steps before the clock starts
-    learning_rate: float = 2e-5  # at 1e-4 without a warm-up random weights make two kernels' curves part by themselves
+    learning_rate: float = 5e-6  # more, without a warm-up, and random weights make curves of two kernels part
     settings: list[str] = field(default_factory=list)  # of the peer, as KEY=VALUE
     cpu: bool = False
     traced: int = 0  # steps under the profiler, the last ones

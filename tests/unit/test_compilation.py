@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch._dynamo.utils import counters
+from transformers import AutoConfig
 
-from ftcli.compilation import Graphs, check_compile, compile_layers
+from ftcli.attention import ARCHITECTURES, confine_to_documents, document_bounds
+from ftcli.cache import PreparedRows
+from ftcli.compilation import KNOWN, Graphs, check_compile, compile_layers, settle_compile
 from ftcli.errors import InputError
 from ftcli.loop import steps
+from ftcli.planning import Plan
 from ftcli.run import Run, prepare
 from ftcli.testing import run_on_cpu
 
+from ..gpu.test_attention_on_gpus import apart, run
 from ..multiprocess.cells import cell, write_inputs
 from .test_attention import tiny
 from .test_attention_kernels import recipe
@@ -67,6 +73,44 @@ def test_names_stay_and_evaluation_is_not_compiled() -> None:
     assert counted.told() == "torch_compile: 0 graphs, the last in step 0"
 
 
+LENGTHS = ([7, 1, 12], [5, 9, 4, 8], [21, 3], [2, 2, 35])  # of documents in one row, a row after the other
+
+
+def in_both_ways(kind: str, precision: str, device: str) -> tuple[list[Any], list[Any], list[int]]:
+    """Return logits and gradient of each of `LENGTHS` by layers as they are, then compiled, and graphs after each."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = tiny(kind).to(device).train()
+    for module in model.modules():  # dropout drops other features in the second way
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    confine_to_documents(model)
+    draw = torch.Generator().manual_seed(1)
+    rows = []
+    for lengths in LENGTHS:
+        ids = torch.randint(3, 97, (1, sum(lengths)), generator=draw)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        row = {"input_ids": ids, "position_ids": positions, "use_cache": False} | document_bounds(lengths, None)
+        rows.append({name: value.to(device) if torch.is_tensor(value) else value for name, value in row.items()})
+    plain, fast, graphs = [run(model, [row], precision) for row in rows], [], []
+    compile_layers(model, asked(kind), hooked=False)
+    for row in rows:
+        fast.append(run(model, [row], precision))
+        graphs.append(int(counters["stats"]["unique_graphs"]))
+    return plain, fast, graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KNOWN))
+def test_layers_that_are_compiled_unasked_settle_after_two_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    plain, fast, graphs = in_both_ways(kind, "fp32", "cpu")
+    for wanted, found in zip(plain, fast, strict=True):
+        assert float(apart(found[0], wanted[0]).max()) < 1e-4 and float(apart(found[1], wanted[1])) < 1e-3
+    assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each length"
+
+
 def trained(folder: Path, **model: Any) -> tuple[Run, list[float], list[int]]:
     """Return a run, its losses, and how many graphs were compiled up to each step."""
     torch._dynamo.reset()
@@ -80,6 +124,81 @@ def trained(folder: Path, **model: Any) -> tuple[Run, list[float], list[int]]:
         losses.append(step.loss)
         graphs.append(int(counters["stats"]["unique_graphs"]))
     return run, losses, graphs
+
+
+def decided(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    of: Any = None,
+    place: str = "cuda",
+    hooked: bool = False,
+    recomputed: str = "none",
+    tokens: int = 2_000_000,
+    precision: str = "bf16",
+) -> tuple[bool, list[str]]:
+    """Return what a recipe that leaves it open comes to, with the lines for the log; `tokens` of an epoch."""
+    monkeypatch.setattr("ftcli.compilation.importlib.util.find_spec", lambda name: name == "triton")
+    plan = Plan(1, 10, 10, 1, rows=1000, steps_per_epoch=100, steps=10_000, warmup_steps=0)
+    rows = PreparedRows(Dataset.from_dict({}), None, {}, tokens=tokens)
+    given = recipe("x", precision=precision)
+    found, told = settle_compile(
+        large() if of is None else of, given, plan, rows, recomputed, place=place, hooked=hooked
+    )
+    return bool(found.model.torch_compile), told
+
+
+def large(kind: str = "llama") -> Any:
+    """Return what is asked of a model: its configuration, here of 16 layers of 2048."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    model = torch.nn.Module()
+    model.config = AutoConfig.for_model(kind, **sizes)
+    return model
+
+
+def test_a_long_run_on_a_gpu_is_compiled_unasked_and_what_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert decided(monkeypatch) == (True, [])
+    assert torch._dynamo.config.suppress_errors
+    given, rows = asked(), PreparedRows(Dataset.from_dict({}), None, {})
+    plan = Plan(1, 10, 10, 1, rows=1, steps_per_epoch=1, steps=1, warmup_steps=0)
+    assert settle_compile(large(), given, plan, rows, "none", place="cuda", hooked=False) == (given, [])
+    assert not torch._dynamo.config.suppress_errors, "who asks for it wants to know why it fails"
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ({"tokens": 20_000}, "too short to win its time back: it would save 8 s"),
+        ({"precision": "fp32"}, "float32 is for numbers that nothing else rounds"),
+        ({"recomputed": "selective"}, "what saves memory"),
+        ({"hooked": True}, "hooks inside of layers"),
+    ],
+)
+def test_where_it_does_not_pay_the_log_says_why(
+    case: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiles, (told,) = decided(monkeypatch, **case)
+    assert not compiles and told.startswith("torch_compile: none, ") and why in told
+
+
+def test_without_a_gpu_nothing_is_compiled_and_nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decided(monkeypatch, place="cpu") == (False, [])
+
+
+@pytest.mark.parametrize("kind", sorted(set(ARCHITECTURES) - KNOWN))
+def test_models_with_experts_are_left_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "experts" in ARCHITECTURES[kind]
+    model = torch.nn.Module()
+    model.config = AutoConfig.for_model(kind)
+    assert decided(monkeypatch, of=model)[1] == [
+        f"torch_compile: none, a model of type {kind} is not known to gain by it"
+    ]
+
+
+def test_without_triton_nothing_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert decided(monkeypatch)[1] == ["torch_compile: none, it needs a C++ compiler and Triton"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,25 @@
+"""Compiled layers give what they gave, in every architecture that is compiled unasked; a few minutes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ftcli.compilation import KNOWN
+
+from ..unit.test_compilation import in_both_ways
+from .test_attention_on_gpus import apart
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+MOST, TIMES = 1e-4, 3.0  # in float32: distance; in bfloat16: times the distance of layers as they are from float32
+
+
+@pytest.mark.parametrize("kind", sorted(KNOWN))
+def test_compiled_layers_give_logits_and_gradients_of_layers_as_they_are(kind: str) -> None:
+    exact, single, _ = in_both_ways(kind, "fp32", "cuda")
+    own, half, graphs = in_both_ways(kind, "bf16", "cuda")
+    for wanted, found, plain, fast in zip(exact, single, own, half, strict=True):
+        assert float(apart(found[0], wanted[0]).max()) < MOST and float(apart(found[1], wanted[1])) < 10 * MOST
+        assert float(apart(fast[0], wanted[0]).max()) < TIMES * float(apart(plain[0], wanted[0]).max())
+        assert float(apart(fast[1], wanted[1])) < TIMES * float(apart(plain[1], wanted[1]))
+    assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each length"

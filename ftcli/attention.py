@@ -126,11 +126,11 @@ def check_heads(config: dict[str, Any], recipe: Recipe) -> None:
     from .attention_kernels import FLASH
 
     size = shape.attention // shape.heads
-    *_, smallest, largest = FLASH.get(chosen, (None, None, size, size))
-    if not smallest <= size <= largest:
+    *_, sizes = FLASH.get(chosen, (None, None, [size]))
+    if size not in sizes:
+        told = f"{sizes[0]} to {sizes[-1]}" if isinstance(sizes, range) else ", ".join(map(str, sizes))
         raise InputError(
-            f"model.attn_implementation: {chosen} does heads of {smallest} to {largest} features; "
-            f"those of this model have {size}",
+            f"model.attn_implementation: {chosen} does heads of {told} features; those of this model have {size}",
             hint="delete that line, and the best kernel that can do them is taken",
         )
 

@@ -2,8 +2,9 @@
 
 A layer's forward in training is replaced and nothing else: names, hooks of backends and gradient checkpointing stay
 outside of what is compiled, evaluation and generation run as before. Attention over documents in one row is left to
-its own kernels, so a graph ends before it and another begins behind it. Lengths may change: the second one that is
-met compiles once more, for all lengths. Where the recipe leaves it open, that is done where it pays.
+its own kernels, so a graph ends before it and another begins behind it. Graphs are made for all lengths at once: ranks
+that met their second length at different steps would wait for each other's compilers. Where the recipe leaves it open,
+layers are compiled where it pays.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def _compile(layer: Any) -> None:
     plain = type(layer).forward
     checkpoints = plain.__code__.co_name == "forward_with_checkpointing"
     own = plain.__wrapped__ if checkpoints else plain
-    fast = torch.compile(own.__get__(layer))
+    fast = torch.compile(own.__get__(layer), dynamic=True)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not layer.training:

@@ -7,7 +7,7 @@ bit. So training pays for one look at one step, and nothing before it. Knows no 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,8 +51,10 @@ def check_gradients(run: Run, step: int) -> None:
 @torch.no_grad()
 def _with_gradient(run: Run) -> set[str]:
     """Return the names of tensors of which this rank holds a moment that is not zero."""
-    norms: list[tuple[str, Any]] = []
+    names, largest = [], []
     for piece in run.hardware.pieces(run.model, run.optimizer):  # one by one: some are made for the look
         held = [piece.tensors[kind] for kind in MOMENTS if kind in piece.tensors and piece.tensors[kind].numel()]
-        norms += [(piece.name, tensor.abs().max()) for tensor in held]
-    return {name for name, norm in norms if norm != 0}
+        names += [piece.name] * len(held)
+        largest += [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in held]
+    values = torch.stack(largest).tolist() if largest else []  # asked for once
+    return {name for name, value in zip(names, values, strict=True) if value != 0}

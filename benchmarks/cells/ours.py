@@ -27,7 +27,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     sizes = [f"adapter.r={cell.lora}", f"adapter.lora_alpha={2 * cell.lora}"]
     adapter = ["adapter.type=lora", *sizes, f"adapter.path={inputs.adapter.resolve()}"]
     given = [
-        f"precision={cell.precision}",
+        *([] if "precision" in cell.named else [f"precision={cell.precision}"]),
         f"optimizer.learning_rate={cell.learning_rate}",
         *(adapter if cell.lora else []),
         *cell.settings,

@@ -175,7 +175,7 @@ def test_check_refuses_a_kernel_that_is_wrong_for_narrow_heads(tmp_path: Path, p
     sizes = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
     told = refusal(path)
-    assert "flash_attention_4 does heads of 64 to 128 features; those of this model have 32" in told
+    assert "flash_attention_4 does heads of 64, 96, 128 features; those of this model have 32" in told
     assert "delete that line" in told
     (tmp_path / "model" / "config.json").write_text(json.dumps(sizes | {"head_dim": 64}))
     check(path)

@@ -1,16 +1,16 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
 A backend is a module with `SYNC_EACH`, `options`, `configure`, `reads_once`, `loaded_whole`, `fit`, `hooks_inside`,
-`handing_out`, `arrange`, `unwrap`, `sharing_casts`, `backward`, `clip`, `step`, `settle`, `settle_buckets`,
-`full_parameter`, `release`, `slots` and `pieces`; `build` picks it, and nothing here asks which it is. Precision is
-precision.py's on all of them.
+`handing_out`, `cut_ahead`, `arrange`, `unwrap`, `sharing_casts`, `backward`, `clip`, `step`, `settle`,
+`settle_buckets`, `full_parameter`, `release`, `slots` and `pieces`; `build` picks it, and nothing here asks which it
+is. Precision is precision.py's on all of them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,6 +48,7 @@ class Hardware:
     distributed_type: str  # as Accelerate names it, with MULTI_CPU told apart from MULTI_GPU
     loss_scale: precision.LossScale | None  # under fp16 only
     skips: bool  # a step that is not finite leaves the weights alone
+    half: torch.dtype | None  # what products of matrices are cast to; None: they are not
 
     @property
     def hooks_inside(self) -> bool:
@@ -90,12 +91,15 @@ class Hardware:
         """What a loss is multiplied by. Over the ranks: they are averaged later, and float16 must not see how many."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale / self.ranks.world
 
-    def handing_out(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
+    @contextmanager
+    def handing_out(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         """Return the block for `prepare`: after it every rank has its part of weights that one rank read for all."""
-        if not reads_once() or is_quantised(model):
-            return nullcontext()
-        block: AbstractContextManager[None] = self.backend.handing_out(self.accelerator, model, optimizer)
-        return block
+        block: AbstractContextManager[None] = nullcontext()
+        if reads_once() and not is_quantised(model):
+            block = self.backend.handing_out(self.accelerator, model, optimizer)
+        with block:
+            self.backend.cut_ahead(self.accelerator, model, optimizer, self.half)
+            yield
 
     def arrange(self, model: nn.Module) -> None:
         """Settle what can be settled only once a model is prepared; no value moves."""
@@ -241,7 +245,8 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
     chosen.configure(accelerator, recipe, plan)
     skips = recipe.faults.non_finite == "skip"
     loss_scale = precision.LossScale() if recipe.precision == "fp16" else None
-    return Hardware(accelerator, chosen, Ranks(accelerator), distributed_type, loss_scale, skips)
+    half = precision.AUTOCAST[recipe.precision] if recipe.precision in ("bf16", "fp16") else None
+    return Hardware(accelerator, chosen, Ranks(accelerator), distributed_type, loss_scale, skips, half)
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:

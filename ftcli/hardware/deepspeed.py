@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import loading
+from .ddp import cut_ahead as cut_ahead  # the same
 from .state import NOTHING, Piece, Slot, live, trained
 
 if TYPE_CHECKING:

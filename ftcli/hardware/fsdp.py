@@ -19,6 +19,7 @@ from .ddp import release as release
 from .ddp import slots as slots
 from .ddp import step as step
 from .ddp import unscale
+from .fsdp_units import cut_ahead as cut_ahead
 from .state import NOTHING, Piece, opened, trained
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ SYNC_EACH = True
 def options() -> dict[str, Any]:
     """Return what the Accelerator is made with: the profile, read from the launcher's environment.
 
-    An empty policy leaves weights in the dtype they have (precision.py says why).
+    An empty policy leaves weights in the dtype they have (precision.py says why); fsdp_units.py changes it for some.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -111,13 +111,13 @@ def test_layers_that_are_compiled_unasked_settle_after_two_lengths(kind: str, mo
     assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each length"
 
 
-def trained(folder: Path, **model: Any) -> tuple[Run, list[float], list[int]]:
-    """Return a run, its losses, and how many graphs were compiled up to each step."""
+def trained(folder: Path, name: str = "sft-tied", **model: Any) -> tuple[Run, list[float], list[int]]:
+    """Return a run of a small recipe, its losses, and how many graphs were compiled up to each step."""
     torch._dynamo.reset()
     counters.clear()
     section = {"name": str(folder / "tied"), "dropout": 0.0} | model
     data = {"train": str(folder / "chats.jsonl"), "eval_rows": 5, "max_length": 128, "padding_free": True}
-    asked = cell(folder, "sft-tied", model=section, precision="bf16", data=data, train={"max_steps": 5})
+    asked = cell(folder, name, model=section, precision="bf16", data=data, train={"max_steps": 5})
     run, graphs = prepare(asked, cpu=True), []
     losses = []
     for step in steps(run):
@@ -218,6 +218,19 @@ def test_nothing_is_compiled_after_the_first_steps_also_where_layers_are_compute
 @pytest.mark.slow
 def test_losses_are_those_of_eager_layers(inputs: Path) -> None:
     assert trained(inputs, torch_compile=True)[1] == pytest.approx(trained(inputs)[1], rel=3e-4)
+
+
+@pytest.mark.slow
+def test_what_an_adapter_adds_is_rounded_as_in_layers_that_are_not_compiled(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = trained(inputs, "sft-lora")[1]
+    exact = max(abs(a / b - 1) for a, b in zip(trained(inputs, "sft-lora", torch_compile=True)[1], eager, strict=True))
+    monkeypatch.setattr("ftcli.compilation._round_as_before", lambda recipe: None)
+    monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", False)
+    other = max(abs(a / b - 1) for a, b in zip(trained(inputs, "sft-lora", torch_compile=True)[1], eager, strict=True))
+    print(f"from layers as they are: {exact:.1e}, with other roundings {other:.1e}")
+    assert exact < 0.2 * other
 
 
 def losses_of_both(folder: Path) -> list[list[float]]:

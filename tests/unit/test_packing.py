@@ -18,6 +18,7 @@ from ftcli.errors import InputError
 from ftcli.loaders import Collate, Rows
 from ftcli.packing import Bins, pack
 from ftcli.sampling import PADDING, TrainOrder, digest
+from ftcli.tasks.tokens import flat_batch
 from ftcli.testing import save_hollow
 
 SETS = st.integers(1, 40).flatmap(
@@ -190,3 +191,14 @@ def test_check_refuses_rotary_positions_that_look_at_the_whole_micro_batch(tmp_p
 def test_packing_and_length_grouping_exclude_each_other(tmp_path: Path) -> None:
     told = refusal(recipe(tmp_path, "llama", data="packing: true, group_by_length: true"))
     assert "packing and group_by_length exclude each other" in told
+
+
+def test_rows_end_to_end_are_filled_up_to_a_multiple_of_eight_by_a_row_that_nothing_is_learned_from() -> None:
+    rows = [{"input_ids": [5, 6, 7], "trained": [False, True, True]}, {"input_ids": [8, 9], "trained": [True, True]}]
+    batch = flat_batch(rows, None)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert batch["attention_mask"].flatten().tolist() == [0, 3, 5, 8]
+    assert (batch["positions"].tolist(), batch["targets"].tolist()) == ([0, 1, 3], [6, 7, 9])
+    full = flat_batch([{"input_ids": list(range(16)), "trained": [True] * 16}], "flash_attention_2")
+    assert full["input_ids"].shape == (1, 16) and full["cu_seq_lens_q"].tolist() == [0, 16]

@@ -21,10 +21,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from cells.curves import REFERENCES, judged, read  # noqa: E402
-from cells.goals import PLAIN, SPEED, judge  # noqa: E402
+from cells.goals import EXTRAS, PLAIN, SPEED, judge  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
-LADDER = "ladder"  # label of lines that differ in one setting
+LADDERS = {"ladder": PLAIN, "ladder, extras": EXTRAS}  # label of lines that differ in one setting -> from which
 SPEEDS = ["tokens/s a GPU", "trained", "rows/s a GPU", "of the reference", "MFU"]
 HEAD = ["", *SPEEDS, "step p50 (p95), ms", "GiB", "first step, s", "curve"]
 
@@ -38,9 +38,16 @@ def cells_of(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [list(found.values()) for found in cells.values()]
 
 
+def without_ladder(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of a cell that are no rung of a ladder."""
+    return [line for line in cell if line["label"] not in LADDERS]
+
+
 def name_of(line: dict[str, Any]) -> str:
-    """Return who trained, and how."""
-    how = [line["label"], *(setting for setting in line["settings"] if "attn_implementation" not in setting)]
+    """Return who trained, and how; what a label says is not said again."""
+    is_said = line["peer"] == "bare" or line["label"] in ("no extras", "extras")
+    told = ("attn_implementation", "torch_compile=true") if is_said else ()
+    how = [line["label"], *(setting for setting in line["settings"] if not any(name in setting for name in told))]
     told = ", ".join(item for item in how if item)
     return f"{line['peer']} ({told})" if told else str(line["peer"])
 
@@ -57,7 +64,7 @@ def table(cell: list[dict[str, Any]]) -> list[str]:
     """Return the table of a cell, fastest first; a dash stands where nothing is known or nothing counts."""
     reference = next((line for line in cell if line["peer"] in REFERENCES), None)
     rows = [HEAD, ["---"] * len(HEAD)]
-    for line in sorted(cell, key=lambda line: -line[SPEED]):
+    for line in sorted(without_ladder(cell), key=lambda line: -line[SPEED]):
         far = line.get("apart")
         curve = "reference" if line is reference and far is None else "-"
         if far is not None:
@@ -81,20 +88,21 @@ def table(cell: list[dict[str, Any]]) -> list[str]:
 
 
 def ladder(cells: list[list[dict[str, Any]]]) -> list[str]:
-    """Return what each setting of ftcli does to its speed and memory, by itself."""
+    """Return what settings of ftcli do to its speed and memory, beside the line of the cell without or with extras."""
     rows = [["cell", "setting", "speed", "GiB", "curve"], ["---"] * 5]
     for cell in cells:
-        base = next((line for line in cell if (line["peer"], line["label"]) == PLAIN), None)
         for line in cell:
-            if line["label"] != LADDER or base is None:
+            side = LADDERS.get(line["label"])
+            base = next((other for other in cell if (other["peer"], other["label"]) == side), None)
+            if base is None:
                 continue
             far = max(abs(a / b - 1) for a, b in zip(line["losses"], base["losses"], strict=False))
             speed = f"{100 * (line[SPEED] / base[SPEED] - 1):+.1f} %"
             memory = f"{line['peak allocated GiB'] - base['peak allocated GiB']:+.1f}"
-            setting = " ".join(f"`{setting}`" for setting in line["settings"])
-            rows.append([title_of(line), setting, speed, memory, f"{far:.0e}"])
+            setting = " ".join(f"`{setting}`" for setting in line["settings"] if setting != "model.torch_compile=true")
+            rows.append([f"{title_of(line)}; {base['label']}", setting, speed, memory, f"{far:.0e}"])
     return (
-        ["**Each setting by itself**, against `ftcli (no extras)` of the cell", "", *markdown(rows), ""]
+        ["**Each setting by itself**, against ftcli's line of the cell without or with extras", "", *markdown(rows), ""]
         if rows[2:]
         else []
     )
@@ -131,21 +139,21 @@ def draw(cells: list[list[dict[str, Any]]], folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     shown = []
     for cell in cells:
-        figure = Figure(figsize=(11, 3.6), layout="constrained")
+        figure = Figure(figsize=(11, 4), layout="constrained")
         bars, curves = figure.subplots(1, 2)
-        ordered = sorted(cell, key=lambda line: line[SPEED])
+        ordered = sorted(without_ladder(cell), key=lambda line: line[SPEED])
         colors = ["C0" if line["peer"] == "ftcli" else "0.7" for line in ordered]
         drawn = bars.barh([name_of(line) for line in ordered], [line[SPEED] for line in ordered], color=colors)
         bars.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize="small")
         bars.margins(x=0.15)
         bars.set_title("tokens a second a GPU", fontsize="small")
-        for line in cell:
+        for line in without_ladder(cell):
             look = {"linewidth": 6, "color": "0.75"} if line["peer"] in REFERENCES else {"linewidth": 1.2}
             curves.plot(range(1, len(line["losses"]) + 1), line["losses"], label=name_of(line), **look)
         curves.set_title("loss", fontsize="small")
         curves.set_xlabel("step")
         curves.grid(alpha=0.3)
-        curves.legend(fontsize="x-small")
+        curves.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
         figure.suptitle(title_of(cell[0]), fontsize="medium")
         path = folder / (re.sub(r"[^a-z0-9.]+", "-", title_of(cell[0]).lower()) + ".png")
         FigureCanvasAgg(figure).print_png(str(path))

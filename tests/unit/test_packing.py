@@ -193,12 +193,12 @@ def test_packing_and_length_grouping_exclude_each_other(tmp_path: Path) -> None:
     assert "packing and group_by_length exclude each other" in told
 
 
-def test_rows_end_to_end_are_filled_up_to_a_multiple_of_eight_by_a_row_that_nothing_is_learned_from() -> None:
+def test_rows_end_to_end_are_filled_up_to_a_multiple_of_16_by_a_row_that_nothing_is_learned_from() -> None:
     rows = [{"input_ids": [5, 6, 7], "trained": [False, True, True]}, {"input_ids": [8, 9], "trained": [True, True]}]
     batch = flat_batch(rows, None)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
-    assert batch["attention_mask"].flatten().tolist() == [0, 3, 5, 8]
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, *[0] * 11]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, *range(11)]]
+    assert batch["attention_mask"].flatten().tolist() == [0, 3, 5, 16]
     assert (batch["positions"].tolist(), batch["targets"].tolist()) == ([0, 1, 3], [6, 7, 9])
     full = flat_batch([{"input_ids": list(range(16)), "trained": [True] * 16}], "flash_attention_2")
     assert full["input_ids"].shape == (1, 16) and full["cu_seq_lens_q"].tolist() == [0, 16]

@@ -103,10 +103,27 @@ def backward(accelerator: Accelerator, loss: Tensor, factor: float) -> None:
 
 
 def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, factor: float) -> Tensor:
-    """Divide gradients by `factor` and clip them in place; return the norm before clipping."""
+    """Divide gradients by `factor` and clip them in place; return the norm before clipping, float32."""
     unscale(model, factor)
-    limit = float("inf") if max_norm is None else max_norm
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), limit)  # Accelerate's, which looks for DTensors first
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = norm_of(gradients, accelerator.device)
+    shorten(gradients, norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def norm_of(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Return the 2-norm of all elements, a float32 scalar: torch's own of bfloat16 gradients has three digits."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
+
+
+@torch.no_grad()
+def shorten(gradients: list[Tensor], norm: Tensor, max_norm: float | None) -> None:
+    """Multiply gradients in place so that their `norm` is at most `max_norm`; as torch's clip_grad_norm_ does."""
+    if gradients and max_norm is not None:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def step(optimizer: Any) -> None:

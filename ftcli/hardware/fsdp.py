@@ -15,10 +15,10 @@ from . import loading
 from .ddp import backward as backward  # the same
 from .ddp import hooks_inside as hooks_inside
 from .ddp import loaded_whole as loaded_whole
+from .ddp import norm_of, shorten, unscale
 from .ddp import release as release
 from .ddp import slots as slots
 from .ddp import step as step
-from .ddp import unscale
 from .fsdp_units import cut_ahead as cut_ahead
 from .state import NOTHING, Piece, opened, trained
 
@@ -195,11 +195,18 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, factor: float) -> Tensor:
     """Divide gradients by `factor` and clip them in place; return the global norm before clipping, a plain tensor."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
     unscale(model, factor)
-    limit = float("inf") if max_norm is None else max_norm
-    norm: Any = accelerator.clip_grad_norm_(model.parameters(), limit)
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole
+    gradients: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    parts = [gradient.to_local() for gradient in gradients]
+    norm = norm_of(parts, accelerator.device)
+    if gradients:  # shards are added up, copies of them are not
+        mesh, held = gradients[0].device_mesh, gradients[0].placements
+        added = [Partial() if placement.is_shard() else Replicate() for placement in held]
+        norm = DTensor.from_local(norm.square(), mesh, added, run_check=False).full_tensor().sqrt()
+        shorten(parts, norm.to(parts[0].device), max_norm)
+    return norm
 
 
 def full_parameter(parameter: nn.Parameter) -> Tensor:

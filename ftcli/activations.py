@@ -34,12 +34,12 @@ LEAST_MOVED = 2**16  # bytes: less is not worth a copy to the host
 
 
 def fit_activations(
-    model: nn.Module, recipe: Recipe, plan: Plan, hardware: Hardware, rows: PreparedRows
+    model: nn.Module, recipe: Recipe, plan: Plan, hardware: Hardware, rows: PreparedRows, *, compiled: bool
 ) -> tuple[str, str]:
     """Let a model that is not prepared yet keep what the recipe says, or what fits.
 
-    Returns (what is computed again, the line that says so). A collective: all ranks take the same way, that of the
-    smallest device.
+    `compiled`: its layers will be, unless something is computed again selectively. Returns (what is computed again, the
+    line that says so). A collective: all ranks take the same way, that of the smallest device.
     """
     shares = profile_of_process(os.environ).shares(plan.processes)
     sizes, tokens = _sizes(model), _longest(recipe, rows)
@@ -48,7 +48,7 @@ def fit_activations(
     )
     sizes = Sizes(max(trained), max(frozen), sizes.shape)  # ties and dtypes may not be made on every rank yet
     able, capacity = can_recompute(model), min((size for size in capacities if size is not None), default=None)
-    mode, told = choose(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, able=able)
+    mode, told = choose(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, able=able, compiled=compiled)
     recompute(model, mode)
     if recipe.model.activation_offloading:
         offload(model)

@@ -180,8 +180,10 @@ def prepare(
     model = _build_model(loaded, task, rows, weights)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
-    recomputed, memory = fit_activations(model, loaded, plan, hardware, rows)
     place, hooked = hardware.accelerator.device.type, hardware.hooks_inside
+    would, _ = settle_compile(model, loaded, plan, rows, "none", place=place, hooked=hooked)
+    compiled = bool(would.model.torch_compile)
+    recomputed, memory = fit_activations(model, loaded, plan, hardware, rows, compiled=compiled)
     loaded, left_out = settle_compile(model, loaded, plan, rows, recomputed, place=place, hooked=hooked)
     kernels = [*use_kernels(model, loaded, hardware), *left_out]
     model = hardware.fit(model, loaded)

@@ -179,3 +179,35 @@ def test_every_precision_has_an_estimate(precision: str) -> None:
     shape = Sizes(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
     asked = recipe(precision=precision, batch={"global_size": 8, "micro_size": 8})
     assert all(estimate(asked, shape, Shares(), rows=8, tokens=4096, mode=mode).total > 10**9 for mode in MODES)
+
+
+LLAMA_8B = Sizes(8_030_261_248, 0, Shape(32, 4096, 14336, 4096, 1024, 32, 128256, None))
+LLAMA_1B = Sizes(1_235_814_400, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "precision", "rows", "measured"),
+    [(LLAMA_8B, "bf16_pure", 2, 120.4), (LLAMA_1B, "bf16_pure", 4, 34.8), (LLAMA_1B, "bf16", 4, 41.1)],
+)
+def test_the_estimate_of_compiled_layers_is_the_peak_that_was_seen(
+    sizes: Sizes, precision: str, rows: int, measured: float
+) -> None:
+    asked = recipe(precision=precision, batch={"global_size": rows, "micro_size": rows})
+    how: dict[str, Any] = {"rows": rows, "tokens": 4096, "mode": "none", "alone": True}
+    found = estimate(asked, sizes, Shares(), compiled=True, **how).total
+    assert found / 1e9 == pytest.approx(measured, rel=0.06)
+    assert estimate(asked, sizes, Shares(), **how).total > 1.1 * found
+    plan = derive_plan(asked, 1)
+    chosen = [
+        choose(asked, sizes, Shares(), plan, tokens=4096, capacity=150_110_000_000, compiled=c)[0] for c in (0, 1)
+    ]
+    assert chosen == (["selective", "none"] if sizes is LLAMA_8B else ["none", "none"])
+
+
+def test_gradients_take_the_room_of_activations_only_where_nothing_is_added_up() -> None:
+    asked = recipe(batch={"global_size": 8, "micro_size": 4})
+    wanted = estimate(asked, LLAMA_1B, Shares(), rows=4, tokens=4096, mode="none").total
+    told = choose(asked, LLAMA_1B, Shares(), derive_plan(asked, 1), tokens=4096, capacity=None)[1]
+    assert f"about {wanted / 1e9:.2f} GB" in told and "gradients" in told
+    short = estimate(asked, LLAMA_1B, Shares(), rows=1, tokens=64, mode="none", alone=True)
+    assert 0 < short.parts["gradients"] < 4 * LLAMA_1B.trained

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .base_model import base_model_of
 from .errors import InputError
 from .memory import Shape
+from .packing import lengths_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,7 +86,7 @@ def _why_not(
         return "this profile fetches weights by hooks inside of layers"
     if not any(map(shutil.which, COMPILERS)) or importlib.util.find_spec("triton") is None:
         return "it needs a C++ compiler and Triton"
-    of_row = recipe.data.max_length if rows.streamed else rows.tokens / max(plan.rows or 1, 1)
+    of_row = recipe.data.max_length if rows.streamed else int(lengths_of(rows.train).sum()) / max(plan.rows or 1, 1)
     tokens = of_row * plan.global_size * (plan.steps or 0) / plan.processes
     if (saved := SAVED * tokens * shape.layers * (shape.hidden + shape.inner)) < LEAST_SAVED:
         return f"this run is too short to win its time back: it would save {saved:.0f} s"

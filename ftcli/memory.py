@@ -212,7 +212,9 @@ def choose(
     tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
     limit = math.inf if capacity is None else USABLE * capacity
-    how: dict[str, Any] = {"rows": rows, "tokens": tokens, "alone": plan.processes == 1 and plan.accumulation == 1}
+    # DeepSpeed has gradients from the start; rows that are tried one by one are added up.
+    alone = plan.processes == plan.accumulation == 1 and not shares.has_masters and recipe.batch.micro_size != "auto"
+    how: dict[str, Any] = {"rows": rows, "tokens": tokens, "alone": alone}
     found = {
         mode: estimate(recipe, sizes, shares, mode=mode, compiled=compiled and mode != "selective", **how)
         for mode in MODES

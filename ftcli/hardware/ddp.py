@@ -123,7 +123,8 @@ def norm_of(gradients: list[Tensor], device: torch.device) -> Tensor:
 def shorten(gradients: list[Tensor], norm: Tensor, max_norm: float | None) -> None:
     """Multiply gradients in place so that their `norm` is at most `max_norm`; as torch's clip_grad_norm_ does."""
     if gradients and max_norm is not None:
-        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))  # of another dtype: a kernel for each of them
 
 
 def step(optimizer: Any) -> None:

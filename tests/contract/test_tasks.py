@@ -14,6 +14,7 @@ from ftcli.cache import prepare_rows
 from ftcli.loaders import Collate, Rows
 from ftcli.losses import sum_by_source
 from ftcli.sampling import PADDING
+from ftcli.tasks.tokens import ALIGNED
 
 from ..multiprocess.cells import cell, write_inputs
 
@@ -113,7 +114,8 @@ def test_rows_laid_end_to_end_give_the_loss_and_gradient_of_padded_ones(setup: S
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     batch, padded = flat.collate(rows), setup.batch(*range(5))
-    assert batch["input_ids"].shape == (1, sum(len(row["input_ids"]) for row in rows))
+    total = sum(len(row["input_ids"]) for row in rows)
+    assert batch["input_ids"].shape == (1, total + -total % ALIGNED)
     assert flat.count(batch) == setup.task.count(padded)
     parts, wanted_parts = flat.loss(model, batch), setup.task.loss(setup.model, padded)
     torch.testing.assert_close(parts, wanted_parts, atol=1e-4, rtol=1e-4)

@@ -96,6 +96,7 @@ def test_no_cast_is_kept_where_weights_are_gathered_and_freed(inputs: Path) -> N
     sharded = hardware.Hardware(
         **{name: getattr(run.hardware, name) for name in ("accelerator", "ranks", "distributed_type", "loss_scale")},
         skips=False,
+        half=None,
         backend=hardware.fsdp,
     )
     for first, seen in ((run.hardware, 1), (sharded, 2)):

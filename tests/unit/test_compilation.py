@@ -139,7 +139,7 @@ def decided(
     """Return what a recipe that leaves it open comes to, with the lines for the log; `tokens` of an epoch."""
     monkeypatch.setattr("ftcli.compilation.importlib.util.find_spec", lambda name: name == "triton")
     plan = Plan(1, 10, 10, 1, rows=1000, steps_per_epoch=100, steps=10_000, warmup_steps=0)
-    rows = PreparedRows(Dataset.from_dict({}), None, {}, tokens=tokens)
+    rows = PreparedRows(Dataset.from_dict({"input_ids": [[0] * (tokens // 1000)] * 1000}), None, {})
     given = recipe("x", precision=precision)
     found, told = settle_compile(
         large() if of is None else of, given, plan, rows, recomputed, place=place, hooked=hooked

@@ -52,7 +52,7 @@ class Fused:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and all before anything is computed
-            self.problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if os.environ.get("RANK", "0") == "0":
             told = f"{self.formula.__name__} is not compiled: the same numbers, but slower ({self.problem[:300]})"
             print(f"ftcli: {told}", file=sys.stderr, flush=True)

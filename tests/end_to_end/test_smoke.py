@@ -25,10 +25,13 @@ PROFILES = {"single": 1, "ddp": 2, "fsdp": 2, "zero3": 2}
 SHORT = [
     "train.max_steps=3",
     "schedule.warmup_steps=1",
+    "optimizer.eps=1e-4",  # a gradient that is all rounding would be a whole step of AdamW, up or down
     "evaluate.at_start=false",
     "data.eval=null",
     "data.eval_rows=6",
 ]
+# A unit at the edge of its ReLU falls on either side by rounding: the loss does not see it, the gradient's norm does.
+NEAR = {"loss": 2e-5, "grad_norm": 1e-3, "eval/loss": 5e-5}
 # The large model: one small micro-batch a rank, for each gathers all of its weights; how many rows says nothing more.
 LARGE = ["batch.global_size=4", "batch.micro_size=2"]
 FEWER = {"sft": [*LARGE, "data.max_length=96"], "pretrain": [*LARGE, "data.max_length=48"]}
@@ -81,8 +84,8 @@ def assert_same(wanted: list[dict[str, Any]], found: list[dict[str, Any]]) -> No
     for a, b in zip(wanted, found, strict=True):
         for key in ("step", "items", "samples", "learning_rate"):
             assert a.get(key) == b.get(key)
-        for key in ("loss", "grad_norm", "eval/loss"):
-            assert b.get(key) == (pytest.approx(a[key], rel=2e-4) if key in a else None)
+        for key, near in NEAR.items():
+            assert b.get(key) == (pytest.approx(a[key], rel=near) if key in a else None)
 
 
 @pytest.mark.slow

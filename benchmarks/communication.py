@@ -4,9 +4,11 @@
     python benchmarks/communication.py RECIPE --profile fsdp --processes 2 --cpu        # a rehearsal
 
 The settings are those that hardware/ddp.py, fsdp.py and deepspeed.py name, and the first of each list is what ships.
-Each is prepared anew, `rounds` times in turns. Prints a JSON line for each: milliseconds of a step (median, 95th
-percentile), the most memory on the device, and losses and gradient norms, which must agree but for rounding; `--facts
-FILE` gets the lines too. For DDP's share of one GPU's rate run `--profile single --processes 1` beside it.
+Each is prepared anew, `rounds` times in turns; `--only` measures those whose name holds these words. What NCCL reads
+from the environment takes another launch: `NCCL_MAX_CTAS=8 python benchmarks/communication.py RECIPE --only shipped`.
+Prints a JSON line for each: milliseconds of a step (median, 95th percentile), the most memory on the device, and losses
+and gradient norms, which must agree but for rounding; `--facts FILE` gets the lines too. For DDP's share of one GPU's
+rate run `--profile single --processes 1` beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -37,6 +40,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {  # profile -> what it is call
         "last block freed": {"KEEP_LAST": False},
         "neither": {"PREFETCH": False, "KEEP_LAST": False},
         "one sum a window": {"SYNC_EACH": False},
+        "gradients in 32 bits": {"send_gradients_in_16_bits": lambda model: False},
     },
     "zero3": {
         "as shipped": {},
@@ -49,17 +53,18 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {  # profile -> what it is call
 MODULES = {"single": "ddp", "ddp": "ddp", "fsdp": "fsdp", "zero3": "deepspeed"}
 
 
-def measure(recipe: str, profile: str, given: list[str], rounds: int, cpu: bool) -> list[dict[str, Any]]:
+def measure(recipe: str, profile: str, given: list[str], rounds: int, cpu: bool, only: str) -> list[dict[str, Any]]:
     """Return what each setting showed on this rank."""
     import importlib
 
     module = importlib.import_module(f"ftcli.hardware.{MODULES[profile]}")
-    names = {name for values in SETTINGS[profile].values() for name in values}
+    settings = {name: values for name, values in SETTINGS[profile].items() if only in name}
+    names = {name for values in settings.values() for name in values}
     shipped = {name: getattr(module, name) for name in names}
-    laps: dict[str, list[float]] = {name: [] for name in SETTINGS[profile]}
+    laps: dict[str, list[float]] = {name: [] for name in settings}
     found: dict[str, dict[str, Any]] = {}
     for _ in range(rounds):
-        for name, values in SETTINGS[profile].items():
+        for name, values in settings.items():
             for key, value in {**shipped, **values}.items():
                 setattr(module, key, value)
             times, found[name] = _train(recipe, given, cpu)
@@ -72,9 +77,10 @@ def measure(recipe: str, profile: str, given: list[str], rounds: int, cpu: bool)
             "recipe": recipe,
             "step_ms_p50": 1000 * statistics.median(laps[name]),
             "step_ms_p95": 1000 * sorted(laps[name])[int(0.95 * len(laps[name]))],
+            "nccl": {key: value for key, value in os.environ.items() if key.startswith("NCCL_")},
             **found[name],
         }
-        for name in SETTINGS[profile]
+        for name in settings
     ]
 
 
@@ -126,13 +132,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", default="")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--facts", type=Path)
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     overrides = [f"train.max_steps={WARM + given.steps}", "evaluate.at_start=false", "data.eval=null"]
     start = run_on_cpu if given.cpu else run_on_processes
-    values = (given.recipe, given.profile, [*overrides, *given.set], given.rounds, given.cpu)
+    values = (given.recipe, given.profile, [*overrides, *given.set], given.rounds, given.cpu, given.only)
     for facts in start(measure, *values, processes=given.processes, profile=given.profile)[0]:
         print(json.dumps(facts), flush=True)
         if given.facts is not None:

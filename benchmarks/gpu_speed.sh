@@ -85,6 +85,8 @@ ddp() {
         more 1b_ddp${count}_bare 120 "${at[@]}" --profile ddp --processes $count --peer bare "${flash[@]}"
         more 1b_ddp${count}_ftcli 120 "${at[@]}" --profile ddp --processes $count "${best[@]}"
     done
+    more 1b_ddp_where 100 "${at[@]}" --profile ddp --processes $many "${best[@]}" --steps 10 --warm 3 \
+        --trace "$results/where-ddp.txt"
     [ "$gpus" -ge 4 ] && more 1b_ddp4_trl 120 "${at[@]}" --profile ddp --processes 4 --peer trl
 }
 
@@ -102,6 +104,7 @@ zero3() {
     more 8b_zero3_ftcli 240 "${at[@]}" "${best[@]}"
     more 8b_zero3_bare 240 "${at[@]}" --peer bare "${flash[@]}" # stock bf16: another curve (README.md says why)
     more 8b_zero3_trl 240 "${at[@]}" --peer trl
+    more 8b_zero3_where 150 "${at[@]}" "${best[@]}" --steps 10 --warm 3 --trace "$results/where-zero3.txt"
 }
 
 rest() {

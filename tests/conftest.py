@@ -32,3 +32,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     else:
         os.environ["FTCLI_CACHE"] = before
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let what is compiled be kept in a temporary folder: what another process left half done is not met there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield

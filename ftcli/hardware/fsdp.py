@@ -20,6 +20,7 @@ from .ddp import release as release
 from .ddp import slots as slots
 from .ddp import step as step
 from .fsdp_units import cut_ahead as cut_ahead
+from .fsdp_units import send_gradients_in_16_bits
 from .state import NOTHING, Piece, opened, trained
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def arrange(model: nn.Module) -> None:
-    """Settle when blocks gather their weights; moves no value.
+    """Settle when blocks gather their weights, and how they send gradients; moves no value.
 
     PyTorch asks for a block's weights when the host has come to it. On the way forward a block now asks for the next
     one's first, which counts where the host is what a step waits for; backward PyTorch does so itself. The last block
@@ -120,6 +121,8 @@ def arrange(model: nn.Module) -> None:
                 block.set_modules_to_forward_prefetch([following])
         if blocks and KEEP_LAST:
             blocks[-1].set_reshard_after_forward(False)
+    if SYNC_EACH:
+        send_gradients_in_16_bits(model)
 
 
 def sharing_casts(accelerator: Accelerator) -> AbstractContextManager[None]:

@@ -1,23 +1,30 @@
-"""Which weights FSDP2 sends in 16 bits: those that autocast would only ever multiply in them.
+"""Which weights FSDP2 sends in 16 bits: those that autocast would only ever multiply in them; and their gradients.
 
     layers' products of matrices    cast, then gathered: half the bytes, and no cast that stays until the backward pass
     norms and all else that is small    float32, in one unit that is gathered before the model's forward pass
     embeddings and head    float32, in units of their own
 
 A cast commutes with gathering, so every product is that of a model that is whole, to the last bit; norms that travelled
-in bfloat16 would stand still for many updates (precision.py). Gradients are summed over ranks in float32.
+in bfloat16 would stand still for many updates (precision.py). Gradients are summed over ranks in float32; those of such
+products have 16 bits when they come, so where all shards are in one machine they travel as they are, and every rank
+adds up what it got (`Float32Sums`): half the bytes, and the same sum.
 The small unit has no hooks: hooks inside of layers would cut the graphs that layers are compiled to.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from accelerate import Accelerator
+    from torch import Tensor
     from torch.optim import Optimizer
 
 PRODUCTS = ("Linear", "Conv1D")  # names of modules that only multiply; subclasses may do more
@@ -95,3 +102,51 @@ def _drive(model: nn.Module, small: list[Any]) -> None:
 
 def _gather(unit: Any) -> None:
     unit.unshard()
+
+
+def send_gradients_in_16_bits(model: nn.Module) -> bool:
+    """Let units that travel in 16 bits send their gradients so, where shards are in one machine; say whether any does.
+
+    Between machines the bytes would not be half but several times as many: each rank sends to every other, where
+    NCCL's ring crosses from one machine to the next but once. Gradients must come as the backward pass made them: sums
+    over micro-batches have more than 16 bits.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    here, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), False
+    for unit in model.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        policy = fully_shard.state(unit)._mp_policy  # type: ignore[attr-defined]
+        shards = [
+            parameter.device_mesh.shape[-1] for parameter in unit.parameters() if hasattr(parameter, "device_mesh")
+        ]
+        if policy.param_dtype is None or policy.reduce_dtype != torch.float32 or not shards:
+            continue
+        if shards[0] > 1 and here % shards[0] == 0:  # neighbouring ranks share a copy of the model
+            unit.set_custom_reduce_scatter(Float32Sums(policy.param_dtype, shards[0]))  # type: ignore[arg-type]
+            found = True
+    return found
+
+
+class Float32Sums:
+    """FSDP2's sum of gradients over ranks (torch's `ReduceScatter`): sent in 16 bits, added up in float32."""
+
+    def __init__(self, dtype: torch.dtype, shards: int) -> None:
+        self.dtype, self.shards, self.sent = dtype, shards, 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return room for what is sent, or for this rank's part of the sum: FSDP2 asks for that one next."""
+        (count,) = size
+        is_sum, self.sent = count * self.shards == self.sent, count
+        return torch.empty(size, dtype=dtype if is_sum else self.dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Fill `output_tensor [N / ranks]` with this rank's part of the sum, or the mean, of all inputs `[N]`."""
+        assert (input_tensor.dtype, output_tensor.dtype) == (self.dtype, torch.float32)
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        add = torch.mean if op == dist.ReduceOp.AVG else torch.sum
+        add(received.view(group.size(), -1), dim=0, dtype=torch.float32, out=output_tensor)

@@ -1,4 +1,4 @@
-"""What travels between ranks in 16 bits under FSDP2 is what autocast multiplies in them, and nothing else."""
+"""What travels between ranks in 16 bits under FSDP2 is what autocast multiplies in them, and its gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ftcli.hardware.fsdp_units import Float32Sums
 from ftcli.testing import run_on_cpu
 
 from .cells import cell, write_inputs
@@ -57,3 +58,73 @@ def test_products_of_layers_travel_as_they_are_multiplied_and_the_rest_as_it_is(
         assert "float32" in rank["text"]["Linear"], "an encoder has no head like that, and travels as it is"
         for name in NAMES:
             assert rank[name]["losses"] == pytest.approx(single[name]["losses"], rel=1e-4)
+
+
+def summed(folder: Path) -> dict[str, Any]:
+    """Return two runs' losses and norms, of gradients sent in 16 bits and in 32, and what the first sent."""
+    import torch.distributed as dist
+
+    from ftcli.hardware import fsdp
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    sent: list[str] = []
+    send, found = dist.all_to_all_single, {}
+
+    def watch(output: torch.Tensor, input: torch.Tensor, **how: Any) -> Any:
+        sent.append(str(input.dtype).removeprefix("torch."))
+        return send(output, input, **how)
+
+    dist.all_to_all_single = watch
+    for name, ways in {"half": fsdp.send_gradients_in_16_bits, "whole": lambda model: False}.items():
+        fsdp.send_gradients_in_16_bits = ways
+        run = prepare(cell(folder, "sft-untied", precision="bf16", train={"max_steps": 4}), cpu=True)
+        found[name] = [value for step in steps(run) for value in (step.loss, step.grad_norm)]
+    return found | {"sent": sent, "calls": 4 * run.plan.accumulation * run.model.config.num_hidden_layers}
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_gradients_of_products_are_sent_in_16_bits_and_summed_in_32(processes: int, inputs: Path) -> None:
+    for rank in run_on_cpu(summed, inputs, processes=processes, profile="fsdp"):
+        assert rank["sent"] == ["bfloat16"] * rank["calls"], "once a layer and micro-batch"
+        assert rank["half"] == pytest.approx(rank["whole"], rel=2e-6)
+
+
+def sums_of(dtype: torch.dtype) -> list[list[float]]:
+    """Return this rank's parts of a sum and a mean that have more digits than what is sent."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ranks, found = dist.get_world_size(), []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        add = Float32Sums(dtype, ranks)
+        add.allocate((3 * ranks,), dtype=torch.float32, device=torch.device("cpu"))  # a step that failed here
+        given = add.allocate((3 * ranks,), dtype=torch.float32, device=torch.device("cpu"))
+        result = add.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
+        given.fill_(4096.0 if dist.get_rank() == 0 else 1.0)
+        add(result, given, dist.group.WORLD, op)
+        found.append(result.tolist())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_over_ranks_keeps_what_16_bits_would_round(dtype: torch.dtype) -> None:
+    for found in run_on_cpu(sums_of, dtype, processes=4):
+        assert found == [[4099.0] * 3, [4099.0 / 4] * 3]
+
+
+def sends(folder: Path, machines: int) -> bool:
+    """Say whether units send 16 bits where the ranks are in so many machines."""
+    import os
+
+    from ftcli.hardware.fsdp_units import send_gradients_in_16_bits
+    from ftcli.run import prepare
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(2 // machines)
+    run = prepare(cell(folder, "sft-untied", precision="bf16", train={"max_steps": 3}), cpu=True)
+    return send_gradients_in_16_bits(run.model)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_between_machines_gradients_are_summed_by_the_ring(machines: int, inputs: Path) -> None:
+    assert run_on_cpu(sends, inputs, machines, processes=2, profile="fsdp") == [machines == 1] * 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
@@ -109,6 +110,42 @@ def test_layers_that_are_compiled_unasked_settle_after_two_lengths(kind: str, mo
     for wanted, found in zip(plain, fast, strict=True):
         assert float(apart(found[0], wanted[0]).max()) < 1e-4 and float(apart(found[1], wanted[1])) < 1e-3
     assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each length"
+
+
+class ByKernel(torch.autograd.Function):
+    """Stands for a kernel on a GPU: takes tokens before heads, and gives gradients so."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert all(tensor.is_contiguous() for tensor in (query, key, value))
+        ctx.sizes = key.shape, value.shape
+        return query.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, ...]:
+        return upstream.clone(), *(torch.ones(size) for size in ctx.sizes)
+
+
+def test_graphs_take_the_gradients_of_an_attention_kernel_without_copying_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr("ftcli.attention_kernels.kernel_for", lambda *given, **how: "a kernel")
+    monkeypatch.setattr(
+        "ftcli.attention_kernels.attend_documents",
+        lambda kernel, *qkv_and_more: ByKernel.apply(*(tensor.transpose(1, 2) for tensor in qkv_and_more[:3])),
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    model = tiny("llama").train()
+    confine_to_documents(model)
+    compile_layers(model, asked("llama"), hooked=False)
+    row = {"input_ids": torch.arange(3, 43)[None], "position_ids": torch.arange(40)[None], "use_cache": False}
+    for _ in range(2):
+        with torch.profiler.profile(record_shapes=True) as seen:
+            model(**row, **document_bounds([25, 15], None)).logits.sum().backward()
+    copied = {(1, heads, 40, 8) for heads in (2, 4)}
+    events = [event for event in seen.events() if event.name == "aten::clone"]
+    assert events and not [event for event in events if event.input_shapes and tuple(event.input_shapes[0]) in copied]
+    assert counters["stats"]["unique_graphs"] == 2, "before attention and behind it"
 
 
 def trained(folder: Path, name: str = "sft-tied", **model: Any) -> tuple[Run, list[float], list[int]]:

@@ -81,6 +81,7 @@ def _stretch(run: Run) -> Iterator[Step]:
     accelerator, model, optimizer, heart = run.hardware.accelerator, run.model, run.optimizer, run.heart
     sources = run.rows.sources
     model.train()
+    weights = run.hardware.trained(model)
     zero: torch.Tensor = torch.zeros(1 + len(sources), device=accelerator.device)
     run.stop.start_clock(run.recipe.train.max_minutes)  # not before: each launch does a step
     ahead = windows(run)
@@ -107,7 +108,7 @@ def _stretch(run: Run) -> Iterator[Step]:
                 losses.append(loss.detach())
                 found = sum_by_source(losses[-1], parts.detach(), item_sources, len(sources))
                 sums = found if sums is zero else sums + found
-        norm = run.hardware.clip(model, run.recipe.optimizer.max_grad_norm) if rows else zero[0]
+        norm = run.hardware.clip(weights, run.recipe.optimizer.max_grad_norm) if rows else zero[0]
         if rows:
             run.hardware.step(optimizer)
         sums = run.hardware.ranks.sum_on_device(sums)

@@ -216,7 +216,7 @@ def _window(run: Run, rows: list[Any], size: int, count: int, meter: Meter) -> i
             hardware.backward(loss * scale)
         del loss
         held = meter.held()
-    hardware.clip(model, run.recipe.optimizer.max_grad_norm)
+    hardware.clip(hardware.trained(model), run.recipe.optimizer.max_grad_norm)
     hardware.step(run.optimizer)
     return held
 

@@ -105,19 +105,28 @@ class Hardware:
         """Settle what can be settled only once a model is prepared; no value moves."""
         self.backend.arrange(model)
 
-    def clip(self, model: nn.Module, max_norm: float | None) -> Tensor:
-        """Clip gradients to a global 2-norm and return the norm before clipping, a float32 scalar on the device.
+    def trained(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the trained weights of a prepared model, in its order: this rank's parts, which stay the same."""
+        inner = self.unwrap(model)
+        self.backend.settle(inner)
+        return [parameter for parameter in inner.parameters() if parameter.requires_grad]
+
+    def clip(self, weights: list[nn.Parameter], max_norm: float | None) -> Tensor:
+        """Clip the gradients of all trained `weights`; return the norm before, a float32 scalar on the device.
+
+        They are clipped to a global 2-norm. `weights` are `trained`'s: to go through a model takes as long as this.
 
         Under fp16, and where bad steps are skipped, a norm that is not finite leaves no gradients, so that the
         optimizer's step changes nothing; to know that, the host waits for the device.
         """
-        norm: Tensor = self.backend.clip(self.accelerator, model, max_norm, self._factor)
+        norm: Tensor = self.backend.clip(self.accelerator, weights, max_norm, self._factor)
         if self.loss_scale is not None or self.skips:
             finite = bool(norm.isfinite())
             if self.loss_scale is not None:
                 self.loss_scale.update(finite=finite)
             if not finite:
-                self.unwrap(model).zero_grad()
+                for weight in weights:
+                    weight.grad = None
         return norm
 
     def reseed(self, seed: int) -> None:

@@ -102,10 +102,10 @@ def backward(accelerator: Accelerator, loss: Tensor, factor: float) -> None:
         accelerator.backward(loss)
 
 
-def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, factor: float) -> Tensor:
+def clip(accelerator: Accelerator, weights: list[nn.Parameter], max_norm: float | None, factor: float) -> Tensor:
     """Divide gradients by `factor` and clip them in place; return the norm before clipping, float32."""
-    unscale(model, factor)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    unscale(gradients, factor)
     norm = norm_of(gradients, accelerator.device)
     shorten(gradients, norm, max_norm)
     return norm
@@ -138,10 +138,10 @@ def step(optimizer: Any) -> None:
     inner.zero_grad()
 
 
-def unscale(model: nn.Module, factor: float) -> None:
+def unscale(gradients: list[Tensor], factor: float) -> None:
     """Divide every gradient by `factor`, in place."""
     if factor != 1.0:
-        torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], factor)
+        torch._foreach_div_(gradients, factor)
 
 
 def full_parameter(parameter: nn.Parameter) -> Tensor:

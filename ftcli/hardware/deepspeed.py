@@ -114,12 +114,12 @@ def backward(accelerator: Accelerator, loss: Tensor, factor: float) -> None:
     accelerator.backward(loss)
 
 
-def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, factor: float) -> Tensor:
+def clip(accelerator: Accelerator, weights: list[nn.Parameter], max_norm: float | None, factor: float) -> Tensor:
     """Return the global norm before clipping; DeepSpeed unscaled, clipped as `configure` said, and stepped.
 
     A norm that is not finite is infinity here, and DeepSpeed did not step.
     """
-    norm: Any = model.get_global_grad_norm()  # type: ignore[operator]
+    norm: Any = accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
     return torch.as_tensor(norm, dtype=torch.float32)
 
 

@@ -196,12 +196,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def clip(accelerator: Accelerator, model: nn.Module, max_norm: float | None, factor: float) -> Tensor:
+def clip(accelerator: Accelerator, weights: list[nn.Parameter], max_norm: float | None, factor: float) -> Tensor:
     """Divide gradients by `factor` and clip them in place; return the global norm before clipping, a plain tensor."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    unscale(model, factor)
-    gradients: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients: list[Any] = [weight.grad for weight in weights if weight.grad is not None]
+    unscale(gradients, factor)
     parts = [gradient.to_local() for gradient in gradients]
     norm = norm_of(parts, accelerator.device)
     if gradients:  # shards are added up, copies of them are not

@@ -9,9 +9,9 @@ layers are compiled where it pays.
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .base_model import base_model_of
@@ -86,7 +86,7 @@ def _why_not(
         return "it does not go with what saves memory here"
     if hooked:
         return "this profile fetches weights by hooks inside of layers"
-    if not any(map(shutil.which, COMPILERS)) or importlib.util.find_spec("triton") is None:
+    if not any(map(shutil.which, COMPILERS)) or find_spec("triton") is None:
         return "it needs a C++ compiler and Triton"
     of_row = recipe.data.max_length if rows.streamed else int(lengths_of(rows.train).sum()) / max(plan.rows or 1, 1)
     tokens = of_row * plan.global_size * (plan.steps or 0) / plan.processes

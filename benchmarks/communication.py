@@ -111,11 +111,14 @@ def _train(recipe: str, given: list[str], cpu: bool) -> tuple[list[float], dict[
             losses.append(step.loss)
             norms.append(step.grad_norm)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    free, whole = torch.cuda.mem_get_info() if on_gpu else (0, 0)
+    outside = (whole - free - torch.cuda.memory_reserved()) / 2**30 if on_gpu else None  # the driver's and NCCL's
     facts = {
         "processes": run.plan.processes,
         "accumulation": run.plan.accumulation,
         "micro_size": run.plan.micro_size,
         "peak_gib": peak,
+        "outside_gib": outside,
         "losses": losses,
         "grad_norms": norms,
         "torch": torch.__version__,
@@ -137,6 +140,8 @@ def main() -> None:
     parser.add_argument("--facts", type=Path)
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
+    if not any(given.only in name for name in SETTINGS[given.profile]):
+        parser.error(f"--only {given.only}: {given.profile} has {', '.join(SETTINGS[given.profile])}")
     overrides = [f"train.max_steps={WARM + given.steps}", "evaluate.at_start=false", "data.eval=null"]
     start = run_on_cpu if given.cpu else run_on_processes
     values = (given.recipe, given.profile, [*overrides, *given.set], given.rounds, given.cpu, given.only)

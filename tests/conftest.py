@@ -1,4 +1,4 @@
-"""What every test shares: a cache of prepared rows of its own, so that tests neither see nor fill the user's."""
+"""What every test shares: caches of its own, of prepared rows and of compiled code, apart from the user's."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session", autouse=True)
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let what is compiled be kept in a temporary folder: what another process left half done is not met there."""
+    folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield
+    shutil.rmtree(folder, ignore_errors=True)

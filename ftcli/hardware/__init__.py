@@ -106,7 +106,7 @@ class Hardware:
         self.backend.arrange(model)
 
     def trained(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return the trained weights of a prepared model, in its order: this rank's parts, which stay the same."""
+        """Return the trained weights of a prepared model, in its order: this rank's parts, the same objects always."""
         inner = self.unwrap(model)
         self.backend.settle(inner)
         return [parameter for parameter in inner.parameters() if parameter.requires_grad]

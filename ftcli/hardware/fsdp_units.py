@@ -7,7 +7,7 @@
 A cast commutes with gathering, so every product is that of a model that is whole, to the last bit; norms that travelled
 in bfloat16 would stand still for many updates (precision.py). Gradients are summed over ranks in float32; those of such
 products have 16 bits when they come, so where all shards are in one machine they travel as they are, and every rank
-adds up what it got (`Float32Sums`): half the bytes, and the same sum.
+adds up what it got (`Float32Sums`): half the bytes, and the same sum but for the order of its float32 additions.
 The small unit has no hooks: hooks inside of layers would cut the graphs that layers are compiled to.
 """
 
@@ -107,9 +107,9 @@ def _gather(unit: Any) -> None:
 def send_gradients_in_16_bits(model: nn.Module) -> bool:
     """Let units that travel in 16 bits send their gradients so, where shards are in one machine; say whether any does.
 
-    Between machines the bytes would not be half but several times as many: each rank sends to every other, where
-    NCCL's ring crosses from one machine to the next but once. Gradients must come as the backward pass made them: sums
-    over micro-batches have more than 16 bits.
+    Between machines of eight ranks the bytes would not be half but up to four times as many: each rank sends to every
+    other, where NCCL's ring crosses from one machine to the next but once. Gradients must come as the backward pass
+    made them: sums over micro-batches have more than 16 bits.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -138,7 +138,8 @@ class Float32Sums:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return room for what is sent, or for this rank's part of the sum: FSDP2 asks for that one next."""
         (count,) = size
-        is_sum, self.sent = count * self.shards == self.sent, count
+        is_sum = count * self.shards == self.sent
+        self.sent = 0 if is_sum else count
         return torch.empty(size, dtype=dtype if is_sum else self.dtype, device=device)
 
     def __call__(
@@ -146,6 +147,7 @@ class Float32Sums:
     ) -> None:
         """Fill `output_tensor [N / ranks]` with this rank's part of the sum, or the mean, of all inputs `[N]`."""
         assert (input_tensor.dtype, output_tensor.dtype) == (self.dtype, torch.float32)
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and not async_op, "FSDP2 asks for nothing else"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         add = torch.mean if op == dist.ReduceOp.AVG else torch.sum

@@ -107,6 +107,14 @@ def sums_of(dtype: torch.dtype) -> list[list[float]]:
     return found
 
 
+def test_what_is_sent_is_told_from_its_sum_whatever_part_of_a_layer_has_gradients() -> None:
+    add = Float32Sums(torch.bfloat16, 2)
+    room = [
+        add.allocate((n,), dtype=torch.float32, device=torch.device("cpu")) for n in (1024, 512, 256, 128, 256, 128)
+    ]
+    assert [tensor.dtype for tensor in room] == [torch.bfloat16, torch.float32] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_sum_over_ranks_keeps_what_16_bits_would_round(dtype: torch.dtype) -> None:
     for found in run_on_cpu(sums_of, dtype, processes=4):

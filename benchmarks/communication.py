@@ -5,7 +5,7 @@
 
 The settings are those that hardware/ddp.py, fsdp.py and deepspeed.py name, and the first of each list is what ships.
 Each is prepared anew, `rounds` times in turns; `--only` measures those whose name holds these words. What NCCL reads
-from the environment takes another launch: `NCCL_MAX_CTAS=8 python benchmarks/communication.py RECIPE --only shipped`.
+from the environment takes another start of the ranks: `--env NCCL_MAX_CTAS=8` measures what ships once more with it.
 Prints a JSON line for each: milliseconds of a step (median, 95th percentile), the most memory on the device, and losses
 and gradient norms, which must agree but for rounding; `--facts FILE` gets the lines too. For DDP's share of one GPU's
 rate run `--profile single --processes 1` beside it.
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ftcli.testing import run_on_cpu, run_on_processes
+from ftcli.testing import environment, run_on_cpu, run_on_processes
 
 WARM = 5
 ZERO = {"reduce_bucket_size": 200_000_000, "stage3_prefetch_bucket_size": 50_000_000}
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default="")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--facts", type=Path)
     parser.add_argument("--cpu", action="store_true")
@@ -144,12 +145,16 @@ def main() -> None:
         parser.error(f"--only {given.only}: {given.profile} has {', '.join(SETTINGS[given.profile])}")
     overrides = [f"train.max_steps={WARM + given.steps}", "evaluate.at_start=false", "data.eval=null"]
     start = run_on_cpu if given.cpu else run_on_processes
-    values = (given.recipe, given.profile, [*overrides, *given.set], given.rounds, given.cpu, given.only)
-    for facts in start(measure, *values, processes=given.processes, profile=given.profile)[0]:
-        print(json.dumps(facts), flush=True)
-        if given.facts is not None:
-            with given.facts.open("a") as file:
-                file.write(f"{json.dumps(facts)}\n")
+    values = (given.recipe, given.profile, [*overrides, *given.set], given.rounds, given.cpu)
+    for variable in ["", *given.env]:
+        only = "as shipped" if variable else given.only
+        with environment(**dict([variable.split("=", 1)] if variable else [])):
+            measured = start(measure, *values, only, processes=given.processes, profile=given.profile)[0]
+        for facts in measured:
+            print(json.dumps(facts), flush=True)
+            if given.facts is not None:
+                with given.facts.open("a") as file:
+                    file.write(f"{json.dumps(facts)}\n")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def bare(run: Any, accumulation: int, losses: list[Tensor]) -> Iterator[None]:
     device = run.hardware.accelerator.device
     model = _build_model(run.recipe, run.task, run.rows, None).to(device)
     compute_in(model, run.recipe, device.type)
-    optimizer = build_optimizer(model, run.recipe)
+    optimizer = build_optimizer(model, run.recipe, fused=device.type == "cuda")
     rows: Any = Rows(run.rows.train, run.task, training=True, bins=run.rows.bins)
     loader = DataLoader(rows, batch_sampler=run.order, collate_fn=Collate(run.task), pin_memory=device.type == "cuda")
     batches = iter(loader)

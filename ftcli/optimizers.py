@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 
-def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return AdamW over the trainable parameters, fused where they are on a GPU.
+def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimizer:
+    """Return AdamW over the trainable parameters, `fused` (one kernel for many weights) where a GPU will step them.
 
+    Where they are now says nothing: those that will be cut into shards wait on the host still. Not fused, shards are
+    stepped one by one, in eight kernels each.
     Under bf16_pure it is adamw_bf16.py's, and by the name adamw_8bit that of adamw_8bit.py.
     Weight decay (decoupled: Loshchilov & Hutter 2019) applies to matrices only; biases and norms, which have fewer
     than two dimensions, are not decayed. Each group has `lr_factor`, which the schedule's rate is multiplied by: 1,
@@ -44,8 +46,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
         return AdamWBf16(list(groups.values()), **options)
     if section.name == "adamw_8bit":
         return AdamW8bit(list(groups.values()), **options)
-    on_gpu = all(p.is_cuda for group in groups.values() for p in group["params"])
-    return torch.optim.AdamW(list(groups.values()), fused=on_gpu, **options)
+    return torch.optim.AdamW(list(groups.values()), fused=fused, **options)
 
 
 def _settings(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:

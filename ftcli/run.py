@@ -187,7 +187,7 @@ def prepare(
     loaded, left_out = settle_compile(model, loaded, plan, rows, recomputed, place=place, hooked=hooked)
     kernels = [*use_kernels(model, loaded, hardware), *left_out]
     model = hardware.fit(model, loaded)
-    optimizer = build_optimizer(model, loaded)
+    optimizer = build_optimizer(model, loaded, fused=hardware.steps_on_gpu)
     flags = Flags(loaded.faults, hardware, excluded=set())
     loaders = build_loaders(loaded, plan, task, rows, first_step, flags.excluded, pins=place == "cuda")
     order: Any = None if loaders[0] is None else loaders[0].batch_sampler

@@ -1,7 +1,7 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
 A backend is a module with `SYNC_EACH`, `options`, `configure`, `reads_once`, `loaded_whole`, `fit`, `hooks_inside`,
-`handing_out`, `cut_ahead`, `arrange`, `unwrap`, `sharing_casts`, `backward`, `clip`, `step`, `settle`,
+`offloads`, `handing_out`, `cut_ahead`, `arrange`, `unwrap`, `sharing_casts`, `backward`, `clip`, `step`, `settle`,
 `settle_buckets`, `full_parameter`, `release`, `slots` and `pieces`; `build` picks it, and nothing here asks which it
 is. Precision is precision.py's on all of them.
 """
@@ -54,6 +54,11 @@ class Hardware:
     def hooks_inside(self) -> bool:
         """Whether the backend gathers weights by hooks on every module, not on whole layers: ZeRO-3."""
         return bool(self.backend.hooks_inside())
+
+    @property
+    def steps_on_gpu(self) -> bool:
+        """Whether the optimizer will step weights on a GPU, wherever they are before `prepare`."""
+        return bool(self.accelerator.device.type == "cuda" and not self.backend.offloads(self.accelerator))
 
     def fit(self, model: nn.Module, recipe: Recipe) -> nn.Module:
         """Return the model as the backend needs it before `prepare`, computing in the recipe's precision."""

@@ -59,6 +59,11 @@ def hooks_inside() -> bool:
     return False
 
 
+def offloads(accelerator: Accelerator) -> bool:
+    """Say no: what the optimizer steps is where the model computes."""
+    return False
+
+
 def cut_ahead(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, dtype: torch.dtype | None) -> bool:
     """Say that nothing is cut: every rank holds all weights."""
     return False

@@ -69,6 +69,12 @@ def hooks_inside() -> bool:
     return bool(AcceleratorState().deepspeed_plugin.zero_stage == 3)
 
 
+def offloads(accelerator: Accelerator) -> bool:
+    """Say whether DeepSpeed keeps the optimizer's state on the host, and steps there."""
+    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
 @contextmanager
 def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Give every rank its pieces of the reader's weights before the block, one whole parameter at a time."""

@@ -80,8 +80,15 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     plugin = accelerator.state.fsdp_plugin
-    if accelerator.device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+    if accelerator.device.type == "cpu" and offloads(accelerator):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+
+
+def offloads(accelerator: Accelerator) -> bool:
+    """Say whether shards wait on the host, and are stepped there."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -145,7 +152,6 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
 
     One parameter is whole at a time, and the reader lets go of each that it handed out.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy
     from torch.distributed.tensor import distribute_tensor
 
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -158,11 +164,10 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in members]
     memory, device = loading.HostMemory(), accelerator.device
-    offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     for name, parameter in parameters.items():
         value = values.pop(name) if loading.is_reader() else torch.empty(parameter.shape, device=device)
         shard = distribute_tensor(value.to(device, parameter.dtype), parameter.device_mesh, parameter.placements)
-        loading.replace(parameter, shard.cpu() if offloads else shard)
+        loading.replace(parameter, shard.cpu() if offloads(accelerator) else shard)
         memory.release(value)
     model._apply(lambda tensor: tensor)  # fully_shard looks at its parameters again
     loading.share_buffers(model, accelerator.device)

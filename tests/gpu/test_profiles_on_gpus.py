@@ -34,11 +34,12 @@ def single(inputs: Path) -> dict[str, dict[str, Any]]:
     return run_on_processes(train_in_both, inputs, processes=1, profile="single")[0]
 
 
-@pytest.mark.parametrize("profile", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("profile", ["ddp", "fsdp", "fsdp_offload", "zero3"])
 def test_two_gpus_follow_the_curve_of_one(profile: str, inputs: Path, single: dict[str, dict[str, Any]]) -> None:
     both = run_on_processes(train_in_both, inputs, processes=2, profile=profile)[0]
     for precision, name in product(LOSS, CELLS):
         wanted, found = single[precision][name], both[precision][name]
+        assert set(found["fused"]) == {profile != "fsdp_offload"}, (name, precision)
         for a, b in zip(wanted["rows"], found["rows"], strict=True):
             assert b["loss"] == pytest.approx(a["loss"], rel=LOSS[precision]), (name, precision)
             assert (b["items"], b["samples"]) == (a["items"], a["samples"])

@@ -108,6 +108,8 @@ def train_recipe(recipe: Recipe, *, cpu: bool = True) -> dict[str, Any]:
         "rows": rows,
         "eval": evaluate(run),
         "type": run.hardware.distributed_type,
+        "offloads": run.hardware.backend.offloads(run.hardware.accelerator),
+        "fused": [group["fused"] for group in run.optimizer.param_groups],
         "before": {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in before.items()},
         "after": weights(run),
     }

@@ -136,3 +136,22 @@ def sends(folder: Path, machines: int) -> bool:
 @pytest.mark.parametrize("machines", [1, 2])
 def test_between_machines_gradients_are_summed_by_the_ring(machines: int, inputs: Path) -> None:
     assert run_on_cpu(sends, inputs, machines, processes=2, profile="fsdp") == [machines == 1] * 2
+
+
+def stepped(folder: Path) -> dict[bool, list[float]]:
+    """Return the losses of a run whose AdamW steps shards one by one, and fused, as on GPUs."""
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    found: dict[bool, list[float]] = {}
+    for fused in (False, True):
+        run = prepare(cell(folder, "sft-tied", train={"max_steps": 4}), cpu=True)
+        for group in run.optimizer.param_groups:
+            group["fused"] = fused
+        found[fused] = [step.loss for step in steps(run)]
+    return found
+
+
+def test_a_fused_adamw_steps_shards_as_one_that_goes_through_them(inputs: Path) -> None:
+    one_by_one, fused = run_on_cpu(stepped, inputs, processes=2, profile="fsdp")[0].values()
+    assert fused == pytest.approx(one_by_one, rel=1e-5)

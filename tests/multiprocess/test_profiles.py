@@ -52,6 +52,8 @@ def test_several_processes_follow_the_curve_of_one(
     kind, ranks = profile
     wanted, found = single[name], ranks[0][name]
     assert found["type"] == WANTED[kind]
+    assert found["offloads"] == kind.endswith("_offload")
+    assert not any(found["fused"]), "on a CPU AdamW is what it was"
     assert_same_curve(wanted, found)
     for other in ranks[1:]:
         assert other[name]["rows"] == found["rows"]

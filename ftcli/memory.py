@@ -51,6 +51,7 @@ class Shape:
     vocabulary: int
     patches: int | None  # of an image, with the class's own; None where tokens are words
     changes_logits: bool = False  # after the head
+    has_experts: bool = False
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape | None:
@@ -68,7 +69,8 @@ class Shape:
             return None
         size = first("head_dim") or hidden // heads
         inner = first("intermediate_size", "n_inner", "ffn_dim", "hidden_dim") or 4 * hidden
-        if (experts := first("num_experts_per_tok", "num_experts_per_token")) is not None:
+        experts = first("num_experts_per_tok", "num_experts_per_token")
+        if experts is not None:
             inner = experts * (first("moe_intermediate_size") or inner) + (
                 first("shared_expert_intermediate_size") or 0
             )
@@ -76,7 +78,8 @@ class Shape:
         side, patch = first("image_size"), first("patch_size")
         patches = None if side is None or patch is None else (side // patch) ** 2 + 1
         changes = any(config.get(name) is not None for name in AFTER_HEAD)
-        return cls(layers, hidden, inner, heads * size, keys, heads, first("vocab_size") or 0, patches, changes)
+        vocabulary, mixed = first("vocab_size") or 0, experts is not None
+        return cls(layers, hidden, inner, heads * size, keys, heads, vocabulary, patches, changes, mixed)
 
     def kept(self, precision: str, mode: str, *, compiled: bool = False) -> int:
         """Return the bytes that one layer keeps of one token until its backward pass.
@@ -149,21 +152,21 @@ def estimate(
     tokens: int,
     mode: str,
     compiled: bool = False,
-    alone: bool = False,
+    anew: bool = False,
 ) -> Estimate:
     """Return what a process holds when a forward pass has `rows` rows of `tokens` tokens.
 
-    `shares` says over how many processes a profile cuts what there is one of; `mode` is what is computed again. With
-    `alone`, one process and one micro-batch, gradients take the room of activations that are gone by then.
+    `shares` says over how many processes a profile cuts what there is one of; `mode` is what is computed again. Where
+    gradients are made `anew` in each backward pass, they take the room of activations that are gone by then.
     """
     held = 2 if recipe.precision == "bf16_pure" else 4
     cut = lambda size, parts: size // parts if parts else 0  # noqa: E731 - 0 parts: it waits on the host
-    copies = sizes.trained * 2 if COMPUTE_BYTES[recipe.precision] < held else 0  # autocast's, kept for the backward
+    casts = COMPUTE_BYTES[recipe.precision] < held and not _frees_casts(recipe, sizes.shape, shares, mode)
     parts = {
         "weights": cut(sizes.trained * held + sizes.frozen_bytes, shares.weights),
         "gradients": cut(sizes.trained * held, shares.gradients),
         "optimizer": cut(sizes.trained * (optimizer_bytes(recipe) + held * shares.has_masters), shares.optimizer),
-        "copies of weights": copies,
+        "copies of weights": 2 * sizes.trained * casts,  # autocast's, kept for the backward pass
     }
     if sizes.shape is None:
         return Estimate(parts)
@@ -175,13 +178,26 @@ def estimate(
     layer = shape.kept(recipe.precision, mode, compiled=compiled)
     kept = 0 if recipe.model.activation_offloading else shape.layers * layer
     parts["activations"] = batch * (kept + one)
-    if alone:
+    if anew:
         parts["gradients"] = max(0, parts["gradients"] - parts["activations"])
     if recipe.task in LANGUAGE:
         size = COMPUTE_BYTES[recipe.precision] + 8 * shape.changes_logits
         at_once = min(batch, max(1, PIECE // max(shape.vocabulary, 1))) * shape.vocabulary
         parts["logits"] = at_once * size + shape.vocabulary * shape.hidden * 4
     return Estimate(parts)
+
+
+def _frees_casts(recipe: Recipe, shape: Shape | None, shares: Shares, mode: str) -> bool:
+    """Say whether casts of weights are gone with the layer that multiplied by them.
+
+    They are where layers are gathered: again, with a layer that is computed again; and where they travel cast already,
+    so that FSDP2 frees them itself (hardware/fsdp_units.py; products of experts do not).
+    """
+    if shares.weights == 1:
+        return False
+    travel_cast = shape is not None and not shape.has_experts and recipe.task in LANGUAGE
+    travel_cast = travel_cast and recipe.adapter.type == "none" and recipe.precision == "bf16"
+    return mode == "full" or (travel_cast and not shares.has_masters)
 
 
 def optimizer_bytes(recipe: Recipe) -> int:
@@ -212,9 +228,10 @@ def choose(
     tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
     limit = math.inf if capacity is None else USABLE * capacity
-    # DeepSpeed has gradients from the start; rows that are tried one by one are added up.
-    alone = plan.processes == plan.accumulation == 1 and not shares.has_masters and recipe.batch.micro_size != "auto"
-    how: dict[str, Any] = {"rows": rows, "tokens": tokens, "alone": alone}
+    # DeepSpeed has gradients from the start, and so have DDP's buckets; rows that are tried one by one are added up.
+    by_itself = plan.processes == 1 or shares.gradients != 1
+    anew = plan.accumulation == 1 and by_itself and not shares.has_masters and recipe.batch.micro_size != "auto"
+    how: dict[str, Any] = {"rows": rows, "tokens": tokens, "anew": anew}
     found = {
         mode: estimate(recipe, sizes, shares, mode=mode, compiled=compiled and mode != "selective", **how)
         for mode in MODES
@@ -227,7 +244,8 @@ def choose(
     elif not able:
         mode, why = "none", "auto: this model cannot compute its layers again"
     else:
-        ways = [way for way in MODES if way != "selective" or not recipe.model.torch_compile]  # they exclude each other
+        asked = compiled and recipe.model.torch_compile  # a layer is one or the other, and a recipe's word comes first
+        ways = [way for way in MODES if way != "selective" or not asked]
         mode = next((way for way in ways if found[way].total <= limit), MODES[-1])
         why = "auto: no device to ask" if capacity is None else f"auto: {_why(mode, found, limit)}"
     told = str(found[mode]).replace(" a process", f"{room} a process", 1)

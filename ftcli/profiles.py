@@ -82,6 +82,11 @@ class Profile:
         """Whether DeepSpeed keeps the optimizer's state on the host."""
         return self._zero()[1] != "none"
 
+    @property
+    def hooks_inside(self) -> bool:
+        """Whether weights are gathered by hooks on every module: ZeRO-3. Layers are not compiled then."""
+        return self._zero()[0] == 3
+
     def _zero(self) -> tuple[int, str, str]:
         """Return (stage, device of the optimizer, device of the weights) of a DeepSpeed profile."""
         section = self.values.get("deepspeed_config") or {}

@@ -30,12 +30,16 @@ HEAD = ["", *SPEEDS, "step p50 (p95), ms", "GiB", "first step, s", "curve"]
 
 
 def cells_of(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the newest line of each peer, label and settings, cell by cell, in the order they first came."""
+    """Return the newest line of each peer, label and settings, cell by cell, in the order they first came.
+
+    Of cells that differ in what their title does not say, the learning rate, the newest is the one to look at.
+    """
     cells: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
         if not line["traced"]:
             cells.setdefault(json.dumps(line["cell"]), {})[name_of(line)] = line
-    return [list(found.values()) for found in cells.values()]
+    shown = {title_of(line): json.dumps(line["cell"]) for line in lines if not line["traced"]}
+    return [list(found.values()) for key, found in cells.items() if key in shown.values()]
 
 
 def without_ladder(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:

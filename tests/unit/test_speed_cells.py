@@ -175,6 +175,13 @@ def test_a_rung_of_the_ladder_stands_beside_the_plain_line() -> None:
     assert rows[-2].endswith("| `log.every_steps=1` | -10.0 % | +0.0 | 1e-02 |")
 
 
+def test_a_cell_that_was_measured_again_at_another_learning_rate_is_shown_once() -> None:
+    old, *new = (line("trl", 90.0), line("trl", 80.0), line("ftcli", 95.0))
+    old["cell"] = old["cell"] | {"learning_rate": 2e-5}
+    assert cell_tables.cells_of([old, *new]) == [new]
+    assert cell_tables.cells_of([old]) == [[old]]
+
+
 def test_tables_take_the_place_between_the_marks(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{cell_tables.BEGIN}\nold\n{cell_tables.END}\nafter\n")

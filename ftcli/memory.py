@@ -161,7 +161,7 @@ def estimate(
     """
     held = 2 if recipe.precision == "bf16_pure" else 4
     cut = lambda size, parts: size // parts if parts else 0  # noqa: E731 - 0 parts: it waits on the host
-    casts = COMPUTE_BYTES[recipe.precision] < held and not _frees_casts(recipe, sizes.shape, shares, mode)
+    casts = COMPUTE_BYTES[recipe.precision] < held and not _frees_casts(recipe, sizes.shape, shares)
     parts = {
         "weights": cut(sizes.trained * held + sizes.frozen_bytes, shares.weights),
         "gradients": cut(sizes.trained * held, shares.gradients),
@@ -187,17 +187,15 @@ def estimate(
     return Estimate(parts)
 
 
-def _frees_casts(recipe: Recipe, shape: Shape | None, shares: Shares, mode: str) -> bool:
+def _frees_casts(recipe: Recipe, shape: Shape | None, shares: Shares) -> bool:
     """Say whether casts of weights are gone with the layer that multiplied by them.
 
-    They are where layers are gathered: again, with a layer that is computed again; and where they travel cast already,
-    so that FSDP2 frees them itself (hardware/fsdp_units.py; products of experts do not).
+    Autocast keeps those of a whole forward pass, also of layers that are computed again. But ZeRO-3's own linear keeps
+    none, and FSDP2 frees what travels cast already (hardware/fsdp_units.py). Products of experts are cast as ever.
     """
-    if shares.weights == 1:
+    if shares.weights == 1 or shape is None or shape.has_experts or recipe.precision not in ("bf16", "fp16"):
         return False
-    travel_cast = shape is not None and not shape.has_experts and recipe.task in LANGUAGE
-    travel_cast = travel_cast and recipe.adapter.type == "none" and recipe.precision == "bf16"
-    return mode == "full" or (travel_cast and not shares.has_masters)
+    return shares.has_masters or (recipe.task in LANGUAGE and recipe.adapter.type == "none")
 
 
 def optimizer_bytes(recipe: Recipe) -> int:
@@ -228,7 +226,7 @@ def choose(
     tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
     limit = math.inf if capacity is None else USABLE * capacity
-    # DeepSpeed has gradients from the start, and so have DDP's buckets; rows that are tried one by one are added up.
+    # ZeRO-3 has gradients from the start, and so have DDP's buckets; rows that are tried one by one are added up.
     by_itself = plan.processes == 1 or shares.gradients != 1
     anew = plan.accumulation == 1 and by_itself and not shares.has_masters and recipe.batch.micro_size != "auto"
     how: dict[str, Any] = {"rows": rows, "tokens": tokens, "anew": anew}

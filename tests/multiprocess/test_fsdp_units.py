@@ -145,7 +145,7 @@ def stepped(folder: Path) -> dict[bool, list[float]]:
 
     found: dict[bool, list[float]] = {}
     for fused in (False, True):
-        run = prepare(cell(folder, "sft-tied", train={"max_steps": 4}), cpu=True)
+        run = prepare(cell(folder, "sft-tied", precision="bf16", train={"max_steps": 4}), cpu=True)
         for group in run.optimizer.param_groups:
             group["fused"] = fused
         found[fused] = [step.loss for step in steps(run)]

@@ -227,19 +227,37 @@ def test_the_estimate_of_shards_is_the_peak_that_was_seen(
     assert found == pytest.approx(measured, rel=0.02)
 
 
-def test_casts_stay_where_weights_are_whole_or_fetched_inside_of_layers() -> None:
-    asked = recipe(task="sft", precision="bf16")
+def test_casts_stay_but_where_weights_travel_cast_or_deepspeed_multiplies() -> None:
+    asked = {name: recipe(task="sft", precision=name) for name in ("bf16", "fp16", "fp8")}
+    asked["labels"] = recipe(task="text_classification", precision="bf16")
     experts = Sizes(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None, has_experts=True))
-    zero3 = Shares(2, 2, 2, has_masters=True)
-    for sizes, shares, mode, stays in (
-        (LLAMA_1B, Shares(), "full", True),
-        (LLAMA_1B, Shares(2, 2, 2), "none", False),
-        (experts, Shares(2, 2, 2), "none", True),
-        (LLAMA_1B, zero3, "none", True),
-        (LLAMA_1B, zero3, "full", False),
+    fsdp, zero3 = Shares(2, 2, 2), Shares(2, 2, 2, has_masters=True)
+    for name, sizes, shares, stays in (
+        ("bf16", LLAMA_1B, Shares(), True),
+        ("bf16", LLAMA_1B, fsdp, False),
+        ("fp16", LLAMA_1B, fsdp, False),
+        ("fp8", LLAMA_1B, fsdp, True),
+        ("labels", LLAMA_1B, fsdp, True),
+        ("bf16", experts, fsdp, True),
+        ("bf16", LLAMA_1B, zero3, False),
+        ("labels", LLAMA_1B, zero3, False),
+        ("bf16", experts, zero3, True),
     ):
-        found = estimate(asked, sizes, shares, rows=1, tokens=64, mode=mode).parts["copies of weights"]
-        assert found == 2 * sizes.trained * stays, (shares, mode)
+        for mode in MODES:
+            found = estimate(asked[name], sizes, shares, rows=1, tokens=64, mode=mode).parts["copies of weights"]
+            assert found == 2 * sizes.trained * stays, (name, shares, mode)
+
+
+@pytest.mark.parametrize("profile", ["single", "ddp", "fsdp", "zero2", "zero3", "zero3_offload"])
+def test_check_knows_that_zero3_compiles_no_layer(profile: str, tmp_path: Path) -> None:
+    from ftcli.checks import _memory_fact
+
+    folder = str(save_tiny_causal(tmp_path))
+    told = set()
+    for asks in (False, True):
+        asked = recipe(model={"name": folder, "torch_compile": asks}, data={"train": "x", "max_length": 2**20})
+        told |= set(_memory_fact(asked, load_profile(profile), derive_plan(asked, 2), cpu=True).values())
+    assert (len(told) == 1) == profile.startswith("zero3")
 
 
 def test_gradients_take_the_room_of_activations_only_where_nothing_is_added_up() -> None:

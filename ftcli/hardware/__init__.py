@@ -108,7 +108,7 @@ class Hardware:
 
     def arrange(self, model: nn.Module) -> None:
         """Settle what can be settled only once a model is prepared; no value moves."""
-        self.backend.arrange(model)
+        self.backend.arrange(model, self.half)
 
     def trained(self, model: nn.Module) -> list[nn.Parameter]:
         """Return the trained weights of a prepared model, in its order: this rank's parts, the same objects always."""

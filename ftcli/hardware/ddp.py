@@ -70,7 +70,7 @@ def cut_ahead(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, 
     return False
 
 
-def arrange(model: nn.Module) -> None:
+def arrange(model: nn.Module, half: torch.dtype | None) -> None:
     """Nothing to settle once the model is prepared."""
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import loading
+from . import fsdp_units, loading
 from .ddp import cut_ahead as cut_ahead  # the same
 from .state import NOTHING, Piece, Slot, live, trained
 
@@ -98,8 +98,19 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
     yield
 
 
-def arrange(model: nn.Module) -> None:
-    """Nothing to settle once the model is prepared: `configure` told DeepSpeed how far ahead to gather."""
+def arrange(model: nn.Module, half: torch.dtype | None) -> None:
+    """Have stage 3 gather in `half` what autocast would only ever multiply in it; how far ahead, `configure` said.
+
+    DeepSpeed does so for weights that have `comm_dtype`, and makes them float32 again on arrival: half the bytes, and
+    every product is what it was. Its own `torch_autocast` would sum gradients in 16 bits too. Small weights are whole
+    on every rank and must stay as they are.
+    """
+    inner: Any = unwrap(model)
+    if half is None or not hooks_inside():
+        return
+    for weight in fsdp_units.products(inner):
+        if weight.dtype == torch.float32 and not weight.ds_persist:
+            weight.comm_dtype = half
 
 
 def sharing_casts(accelerator: Accelerator) -> AbstractContextManager[None]:
@@ -139,8 +150,14 @@ def full_parameter(parameter: nn.Parameter) -> Tensor:
 
     if not hasattr(parameter, "ds_id"):
         return parameter.data
-    with GatheredParameters([parameter]):
-        return parameter.data.clone()
+    whole: Any = parameter
+    travels = vars(whole).pop("comm_dtype", None)  # what is read must not be rounded
+    try:
+        with GatheredParameters([whole]):
+            return parameter.data.clone()
+    finally:
+        if travels is not None:
+            whole.comm_dtype = travels
 
 
 def settle(model: nn.Module) -> None:

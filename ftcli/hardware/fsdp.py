@@ -112,7 +112,7 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return model
 
 
-def arrange(model: nn.Module) -> None:
+def arrange(model: nn.Module, half: torch.dtype | None) -> None:
     """Settle when blocks gather their weights, and how they send gradients; moves no value.
 
     PyTorch asks for a block's weights when the host has come to it. On the way forward a block now asks for the next

@@ -1,4 +1,4 @@
-"""Which weights FSDP2 sends in 16 bits: those that autocast would only ever multiply in them; and their gradients.
+"""Which weights FSDP2 sends in 16 bits (ZeRO-3 too): those that autocast only multiplies in them; and their gradients.
 
     layers' products of matrices    cast, then gathered: half the bytes, and no cast that stays until the backward pass
     norms and all else that is small    float32, in one unit that is gathered before the model's forward pass
@@ -62,6 +62,14 @@ def cut_ahead(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, 
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     return True
+
+
+def products(model: nn.Module) -> list[Any]:
+    """Return the parameters of a language model that its layers only multiply by; nothing of other models."""
+    ends = _ends(model)
+    kept = {parameter for module in ends for parameter in module.parameters()}
+    modules = [module for module in model.modules() if ends and type(module).__name__ in PRODUCTS]
+    return [p for module in modules for p in module.parameters(recurse=False) if p not in kept]
 
 
 def _ends(model: Any) -> list[Any]:

@@ -1,0 +1,77 @@
+"""ZeRO-3 gathers weights of products in 16 bits, and every bit of the curve and of the weights is what it was."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.testing import run_on_cpu
+
+from .cells import cell, weights, write_inputs
+
+NAMES = ("sft-untied", "sft-tied", "sft-lora", "text")
+LANGUAGE = NAMES[:3]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def gathered(folder: Path, precision: str) -> dict[str, list[tuple[Any, str, Counter[str]]]]:
+    """Return of each recipe (curve, digest of weights read whole, bytes that training gathered by dtype), twice.
+
+    Once as it was, once as it is. Weights of these models are so small that DeepSpeed would leave them whole.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    from ftcli.hardware import deepspeed
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    deepspeed.STAGE_3 = deepspeed.STAGE_3 | {"stage3_param_persistence_threshold": 100}
+    arrange, gather = deepspeed.arrange, partition_parameters._dist_allgather_fn
+    found: dict[str, list[tuple[Any, str, Counter[str]]]] = {}
+    for name in NAMES:
+        for arranges in (lambda model, half: None, arrange):
+            deepspeed.arrange, sent = arranges, Counter[str]()
+
+            def count(mine: Any, whole: Any, group: Any = None, sent: Counter[str] = sent) -> Any:
+                sent[str(whole.dtype).removeprefix("torch.")] += whole.numel() * whole.element_size()
+                return gather(mine, whole, group)
+
+            partition_parameters._dist_allgather_fn = count
+            run = prepare(cell(folder, name, precision=precision, train={"max_steps": 3}), cpu=True)
+            sent.clear()
+            curve = [(step.loss, step.grad_norm) for step in steps(run)]
+            trained = Counter(sent)
+            read = hashlib.sha256(b"".join(value.tobytes() for value in weights(run).values())).hexdigest()
+            found.setdefault(name, []).append((curve, read, trained))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "half"),
+    [
+        ("bf16", "bfloat16"),
+        pytest.param("fp16", "float16", marks=pytest.mark.slow),
+        pytest.param("fp32", None, marks=pytest.mark.slow),
+    ],
+)
+def test_products_are_gathered_in_half_the_bytes_and_no_bit_changes(
+    precision: str, half: str | None, inputs: Path
+) -> None:
+    for rank in run_on_cpu(gathered, inputs, precision, processes=2, profile="zero3"):
+        for name, ((curve, read, before), (same_curve, same_read, after)) in rank.items():
+            assert (same_curve, same_read) == (curve, read), name
+            if half is None or name not in LANGUAGE:
+                assert after == before, name
+                continue
+            moved = before["float32"] - after["float32"]
+            assert moved > 0 and after[half] - before[half] == moved / 2, name

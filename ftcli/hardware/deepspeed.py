@@ -147,17 +147,15 @@ def step(optimizer: Any) -> None:
 def full_parameter(parameter: nn.Parameter) -> Tensor:
     """Return the whole parameter, gathered over the ranks when ZeRO-3 has it in pieces."""
     from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    if not hasattr(parameter, "ds_id"):
+    cut: Any = parameter
+    if not hasattr(cut, "ds_id"):
         return parameter.data
-    whole: Any = parameter
-    travels = vars(whole).pop("comm_dtype", None)  # what is read must not be rounded
-    try:
-        with GatheredParameters([whole]):
-            return parameter.data.clone()
-    finally:
-        if travels is not None:
-            whole.comm_dtype = travels
+    if hasattr(cut, "comm_dtype") and cut.ds_status == ZeroParamStatus.AVAILABLE:
+        cut.partition()  # an evaluation left it whole, and rounded; what is gathered to be read is not
+    with GatheredParameters([cut]):
+        return parameter.data.clone()
 
 
 def settle(model: nn.Module) -> None:

@@ -190,12 +190,12 @@ def estimate(
 def _frees_casts(recipe: Recipe, shape: Shape | None, shares: Shares) -> bool:
     """Say whether casts of weights are gone with the layer that multiplied by them.
 
-    Autocast keeps those of a whole forward pass, also of layers that are computed again. But ZeRO-3's own linear keeps
-    none, and FSDP2 frees what travels cast already (hardware/fsdp_units.py). Products of experts are cast as ever.
+    Autocast keeps those of a whole forward pass, also of layers that are computed again; not what the profile keeps
+    none of, nor what travels cast already (hardware/fsdp_units.py). Products of experts are cast as ever.
     """
     if shares.weights == 1 or shape is None or shape.has_experts or recipe.precision not in ("bf16", "fp16"):
         return False
-    return shares.has_masters or (recipe.task in LANGUAGE and recipe.adapter.type == "none")
+    return shares.keeps_no_cast or (recipe.task in LANGUAGE and recipe.adapter.type == "none")
 
 
 def optimizer_bytes(recipe: Recipe) -> int:

@@ -43,6 +43,11 @@ class Shares:
     optimizer: int = 1
     has_masters: bool = False  # the optimizer keeps weights of its own beside those of the model
 
+    @property
+    def keeps_no_cast(self) -> bool:
+        """Whether products keep no cast of their weights for the backward pass: ZeRO-3's own linear does not."""
+        return self.has_masters and self.weights != 1
+
 
 @dataclass(frozen=True)
 class Profile:

@@ -25,7 +25,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Casts(TorchDispatchMode):
+class LiveCasts(TorchDispatchMode):
     """Remembers what is cast to bfloat16 and has one of these shapes, without keeping it alive."""
 
     def __init__(self, shapes: set[tuple[int, ...]]) -> None:
@@ -53,7 +53,7 @@ def held_and_estimated(folder: Path) -> dict[str, tuple[int, int]]:
         model: Any = run.hardware.unwrap(run.model)
         layers = [module for key, module in model.named_modules() if key.rpartition(".")[2].isdigit()]
         shapes = [tuple(getattr(p, "ds_shape", p.shape)) for layer in layers for p in layer.parameters()]
-        casts, alive = Casts({shape for shape in shapes if len(shape) == 2}), list[int]()
+        casts, alive = LiveCasts({shape for shape in shapes if len(shape) == 2}), list[int]()
         layers[-1].register_forward_hook(lambda *_: alive.append(sum(not held.expired() for held in casts.made)))  # noqa: B023
         with casts:
             next(iter(steps(run)))

@@ -1,7 +1,8 @@
 """Products of linear layers in 8-bit floats, forward and backward (torchao), where a recipe's precision is fp8.
 
 Weights, their gradients and what else a layer computes stay as under bf16: before each product of a layer its two
-factors are scaled, each by one number from its largest element, and rounded to float8 (e4m3, gradients e5m2). The head
+factors, which are bfloat16 there, are scaled, each by one number from its largest element, and rounded to float8 (e4m3,
+gradients e5m2). So weights may travel in bfloat16, and no profile's curve is another's but for its sums. The head
 and layers whose sizes the hardware cannot multiply are left in bfloat16, and so is everything outside training. On a
 CPU that is asked for (--cpu) the same roundings are made, and the products in the rounded numbers: a rehearsal.
 """
@@ -91,11 +92,12 @@ def multiply_in_float8(model: nn.Module, recipe: Recipe, device_type: str) -> li
 
 
 def _forward(module: Any, inputs: Tensor) -> Tensor:
+    """Return what Float8Linear's own forward does, of a weight that is bfloat16 first, on every device and profile."""
     import torch
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     if not module.training:
         return torch.nn.functional.linear(inputs, module.weight, module.bias)
-    if inputs.device.type == "cpu":  # torchao asks for the GPU's autocast only
-        inputs = inputs.to(torch.bfloat16)
-    result: Tensor = type(module).forward(module, inputs)
-    return result
+    half, weight = inputs.to(torch.bfloat16), module.weight.to(torch.bfloat16)
+    result: Tensor = matmul_with_hp_or_float8_args.apply(half, weight.t(), module.linear_mm_config, module.config)
+    return result if module.bias is None else result + module.bias.to(result.dtype)

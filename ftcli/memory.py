@@ -193,7 +193,7 @@ def _frees_casts(recipe: Recipe, shape: Shape | None, shares: Shares) -> bool:
     Autocast keeps those of a whole forward pass, also of layers that are computed again; not what the profile keeps
     none of, nor what travels cast already (hardware/fsdp_units.py). Products of experts are cast as ever.
     """
-    if shares.weights == 1 or shape is None or shape.has_experts or recipe.precision not in ("bf16", "fp16"):
+    if shares.weights == 1 or shape is None or shape.has_experts:
         return False
     return shares.keeps_no_cast or (recipe.task in LANGUAGE and recipe.adapter.type == "none")
 

@@ -259,7 +259,7 @@ def build(recipe: Recipe, plan: Plan, *, cpu: bool, trackers: list[str], folder:
     chosen.configure(accelerator, recipe, plan)
     skips = recipe.faults.non_finite == "skip"
     loss_scale = precision.LossScale() if recipe.precision == "fp16" else None
-    half = precision.AUTOCAST[recipe.precision] if recipe.precision in ("bf16", "fp16") else None
+    half = precision.AUTOCAST.get(recipe.precision)
     return Hardware(accelerator, chosen, Ranks(accelerator), distributed_type, loss_scale, skips, half)
 
 

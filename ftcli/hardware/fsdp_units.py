@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-PRODUCTS = ("Linear", "Conv1D")  # names of modules that only multiply; subclasses may do more
+PRODUCTS = ("Linear", "Conv1D", "Float8Linear")  # names of modules that only multiply; subclasses may do more
 SMALL = 0.02  # of all elements; where the rest is more, no unit may hold it whole
 
 

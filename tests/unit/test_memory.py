@@ -236,7 +236,7 @@ def test_casts_stay_but_where_weights_travel_cast_or_deepspeed_multiplies() -> N
         ("bf16", LLAMA_1B, Shares(), True),
         ("bf16", LLAMA_1B, fsdp, False),
         ("fp16", LLAMA_1B, fsdp, False),
-        ("fp8", LLAMA_1B, fsdp, True),
+        ("fp8", LLAMA_1B, fsdp, False),
         ("labels", LLAMA_1B, fsdp, True),
         ("bf16", experts, fsdp, True),
         ("bf16", LLAMA_1B, zero3, False),

@@ -39,6 +39,7 @@ KNOWN = {
 # Seconds of a step that compiled layers save, for each feature (H + I) of each layer and token: what an H200 saved of a
 # Llama-3.2-1B shape in bf16 (benchmarks/README.md). Memory that is slower saves more.
 SAVED = 2.3e-11
+HOOKED = "this profile fetches weights by hooks inside of layers"
 LEAST_SAVED = 60.0  # seconds of a run: compiling takes a part of a minute, and makes the first steps hard to judge
 
 
@@ -47,10 +48,13 @@ def settle_compile(
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe with `model.torch_compile` decided, and on GPUs a line for the log where layers are left alone.
 
-    `recomputed`: what the backward pass computes again; `hooked`: see `compile_layers`. Where it was left open, layers
-    that cannot be compiled run as they are.
+    `recomputed`: what the backward pass computes again; `hooked`: the backend fetches weights by hooks on every module
+    inside of a layer, so that none is compiled although the recipe asks for it, and other kernels may take its place.
+    Where it was left open, layers that cannot be compiled run as they are.
     """
     asked = recipe.model.torch_compile
+    if asked and hooked:
+        return _decided(recipe, compiled=False), ["torch_compile: left out, " + HOOKED]
     if asked:
         _dynamo().suppress_errors = False
     if asked is not None:
@@ -59,9 +63,13 @@ def settle_compile(
     problem = _why_not(model, recipe, plan, rows, recomputed, hooked=hooked) if on_gpu else "there is no GPU"
     if problem is None:
         _dynamo().suppress_errors = True
-    section = recipe.model.model_copy(update={"torch_compile": problem is None})
     told = [f"torch_compile: none, {problem}"] if problem and on_gpu else []
-    return recipe.model_copy(update={"model": section}), told
+    return _decided(recipe, compiled=problem is None), told
+
+
+def _decided(recipe: Recipe, *, compiled: bool) -> Recipe:
+    section = recipe.model.model_copy(update={"torch_compile": compiled})
+    return recipe.model_copy(update={"model": section})
 
 
 def _dynamo() -> Any:
@@ -85,7 +93,7 @@ def _why_not(
     if recipe.model.quantization is not None or recipe.model.activation_offloading or recomputed == "selective":
         return "it does not go with what saves memory here"
     if hooked:
-        return "this profile fetches weights by hooks inside of layers"
+        return HOOKED
     if not any(map(shutil.which, COMPILERS)) or find_spec("triton") is None:
         return "it needs a C++ compiler and Triton"
     of_row = recipe.data.max_length if rows.streamed else int(lengths_of(rows.train).sum()) / max(plan.rows or 1, 1)
@@ -102,16 +110,13 @@ def check_compile(recipe: Recipe) -> None:
         raise InputError(told, hint="install one, or set model.torch_compile to false")
 
 
-def compile_layers(model: nn.Module, recipe: Recipe, *, hooked: bool) -> list[str]:
+def compile_layers(model: nn.Module, recipe: Recipe) -> list[str]:
     """Compile the layers of a model that is not prepared yet, where asked for; return the line for the log.
 
-    `hooked`: the backend will fetch weights by hooks on every module inside a layer: nothing is compiled, and the line
-    says so. Raises `InputError` for a model whose layers are not known.
+    Raises `InputError` for a model whose layers are not known.
     """
     if not recipe.model.torch_compile:
         return []
-    if hooked:
-        return ["torch_compile: left out, this profile fetches weights by hooks inside of layers"]
     check_compile(recipe)
     inner = base_model_of(model)
     kinds = set(getattr(inner, "_no_split_modules", None) or ())

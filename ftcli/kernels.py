@@ -30,5 +30,5 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware) -> list[st
     return [
         *use_liger(model, recipe, on_gpu=place == "cuda"),
         *multiply_in_float8(model, recipe, place),
-        *compile_layers(model, recipe, hooked=hardware.hooks_inside),
+        *compile_layers(model, recipe),
     ]

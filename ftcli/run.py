@@ -182,7 +182,7 @@ def prepare(
     check_lengths(model, loaded, rows)
     place, hooked = hardware.accelerator.device.type, hardware.hooks_inside
     would, _ = settle_compile(model, loaded, plan, rows, "none", place=place, hooked=hooked)
-    compiled = bool(would.model.torch_compile) and not hooked
+    compiled = bool(would.model.torch_compile)
     recomputed, memory = fit_activations(model, loaded, plan, hardware, rows, compiled=compiled)
     loaded, left_out = settle_compile(model, loaded, plan, rows, recomputed, place=place, hooked=hooked)
     kernels = [*use_kernels(model, loaded, hardware), *left_out]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ftcli.attention import ARCHITECTURES, confine_to_documents, document_bounds
 from ftcli.cache import PreparedRows
 from ftcli.compilation import KNOWN, Graphs, check_compile, compile_layers, settle_compile
 from ftcli.errors import InputError
+from ftcli.liger import liger_problem
 from ftcli.loop import steps
 from ftcli.planning import Plan
 from ftcli.run import Run, prepare
@@ -50,21 +52,18 @@ def test_without_a_compiler_it_is_refused_before_a_model_loads(monkeypatch: pyte
 
 def test_a_model_without_known_layers_is_refused() -> None:
     with pytest.raises(InputError, match="Linear does not say what its layers are"):
-        compile_layers(torch.nn.Linear(1, 1), asked(), hooked=False)
+        compile_layers(torch.nn.Linear(1, 1), asked())
 
 
 def test_what_is_left_out_is_told() -> None:
     model = tiny("llama")
-    assert compile_layers(model, recipe("x"), hooked=False) == []
-    assert compile_layers(model, asked(), hooked=True) == [
-        "torch_compile: left out, this profile fetches weights by hooks inside of layers"
-    ]
+    assert compile_layers(model, recipe("x")) == []
     assert "forward" not in vars(model.model.layers[0])
 
 
 def test_names_stay_and_evaluation_is_not_compiled() -> None:
     model, before = tiny("llama"), tiny("llama")
-    told = compile_layers(model, asked(), hooked=False)
+    told = compile_layers(model, asked())
     assert told == ["torch_compile: 3 layers, each in place; the first steps wait for it"]
     assert list(model.state_dict()) == list(before.state_dict())
     counted, ids = Graphs(), torch.arange(3, 20)[None]
@@ -77,11 +76,16 @@ def test_names_stay_and_evaluation_is_not_compiled() -> None:
 LENGTHS = ([7, 1, 12], [5, 9, 4, 8], [21, 3], [2, 2, 35])  # of documents in one row, a row after the other
 
 
-def in_both_ways(kind: str, precision: str, device: str) -> tuple[list[Any], list[Any], list[int]]:
-    """Return logits and gradient of each of `LENGTHS` by layers as they are, then compiled, and graphs after each."""
+def in_both_ways(
+    kind: str, precision: str, device: str, documents: Sequence[list[int]] = LENGTHS, **sizes: Any
+) -> tuple[list[Any], list[Any], list[int]]:
+    """Return logits and gradient of each row by layers as they are, then compiled, and graphs after each.
+
+    `documents`: of each row; `sizes` replace some of the model's.
+    """
     torch._dynamo.reset()
     counters.clear()
-    model = tiny(kind).to(device).train()
+    model = tiny(kind, **sizes).to(device).train()
     for module in model.modules():  # dropout drops other features in the second way
         for name in ("p", "dropout", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):
@@ -89,13 +93,13 @@ def in_both_ways(kind: str, precision: str, device: str) -> tuple[list[Any], lis
     confine_to_documents(model)
     draw = torch.Generator().manual_seed(1)
     rows = []
-    for lengths in LENGTHS:
+    for lengths in documents:
         ids = torch.randint(3, 97, (1, sum(lengths)), generator=draw)
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         row = {"input_ids": ids, "position_ids": positions, "use_cache": False} | document_bounds(lengths, None)
         rows.append({name: value.to(device) if torch.is_tensor(value) else value for name, value in row.items()})
     plain, fast, graphs = [run(model, [row], precision) for row in rows], [], []
-    compile_layers(model, asked(kind), hooked=False)
+    compile_layers(model, asked(kind))
     for row in rows:
         fast.append(run(model, [row], precision))
         graphs.append(int(counters["stats"]["unique_graphs"]))
@@ -137,7 +141,7 @@ def test_graphs_take_the_gradients_of_an_attention_kernel_without_copying_them(m
     counters.clear()
     model = tiny("llama").train()
     confine_to_documents(model)
-    compile_layers(model, asked("llama"), hooked=False)
+    compile_layers(model, asked("llama"))
     row = {"input_ids": torch.arange(3, 43)[None], "position_ids": torch.arange(40)[None], "use_cache": False}
     for _ in range(2):
         with torch.profiler.profile(record_shapes=True) as seen:
@@ -217,6 +221,15 @@ def test_where_it_does_not_pay_the_log_says_why(
 ) -> None:
     compiles, (told,) = decided(monkeypatch, **case)
     assert not compiles and told.startswith("torch_compile: none, ") and why in told
+
+
+def test_hooks_inside_of_layers_win_over_a_recipe_that_asks_and_liger_may_take_their_place() -> None:
+    rows, plan = PreparedRows(Dataset.from_dict({}), None, {}), Plan(1, 10, 10, 1, 1, 1, 1, 0)
+    found, told = settle_compile(large(), asked(), plan, rows, "none", place="cuda", hooked=True)
+    assert told == ["torch_compile: left out, this profile fetches weights by hooks inside of layers"]
+    assert found.model.torch_compile is False
+    by_compiler = "torch.compile does what they do"
+    assert liger_problem(asked(), "llama", on_gpu=True) == by_compiler != liger_problem(found, "llama", on_gpu=True)
 
 
 def test_without_a_gpu_nothing_is_compiled_and_nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:

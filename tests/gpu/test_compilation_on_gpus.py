@@ -23,3 +23,12 @@ def test_compiled_layers_give_logits_and_gradients_of_layers_as_they_are(kind: s
         assert float(apart(fast[0], wanted[0]).max()) < TIMES * float(apart(plain[0], wanted[0]).max())
         assert float(apart(fast[1], wanted[1])) < TIMES * float(apart(plain[1], wanted[1]))
     assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each length"
+
+
+def test_a_row_much_shorter_or_longer_than_those_before_is_no_other_graph() -> None:
+    rows = ([3000, 3000], [2600, 2610], [200, 120], [1500, 1500], [4300])
+    sizes = {"hidden_size": 1024, "max_position_embeddings": 8192, "initializer_range": 0.02}
+    plain, fast, graphs = in_both_ways("llama", "bf16", "cuda", rows, **sizes)
+    assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each row"
+    for wanted, found in zip(plain, fast, strict=True):
+        assert float(apart(found[0], wanted[0]).max()) < 0.05 and float(apart(found[1], wanted[1])) < 0.05

@@ -25,7 +25,7 @@ from typing import Any
 from ftcli.testing import environment, run_on_cpu, run_on_processes
 
 WARM = 5
-ZERO = {"reduce_bucket_size": 200_000_000, "stage3_prefetch_bucket_size": 50_000_000}
+ZERO = {"reduce_bucket_size": 200_000_000}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {  # profile -> what it is called -> names of its module
     "single": {"as shipped": {}},
     "ddp": {
@@ -44,8 +44,9 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {  # profile -> what it is call
     },
     "zero3": {
         "as shipped": {},
-        "DeepSpeed's own": {"STAGE_3": {}},
-        "prefetch of 2e8": {"STAGE_3": ZERO | {"stage3_prefetch_bucket_size": 200_000_000}},
+        "DeepSpeed's own": {"STAGE_3": {}, "layers_of": lambda model: []},
+        "module by module": {"layers_of": lambda model: []},
+        "prefetch of 5e7": {"STAGE_3": ZERO | {"stage3_prefetch_bucket_size": 50_000_000}},
         "all weights live": {"STAGE_3": ZERO | {"stage3_max_live_parameters": 4_000_000_000}},
         "buckets of 5e7": {"STAGE_3": ZERO | {"reduce_bucket_size": 50_000_000}},
     },

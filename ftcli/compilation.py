@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .base_model import base_model_of
+from .base_model import base_model_of, layers_of
 from .errors import InputError
 from .memory import Shape
 from .packing import lengths_of
@@ -118,11 +118,9 @@ def compile_layers(model: nn.Module, recipe: Recipe) -> list[str]:
     if not recipe.model.torch_compile:
         return []
     check_compile(recipe)
-    inner = base_model_of(model)
-    kinds = set(getattr(inner, "_no_split_modules", None) or ())
-    layers = [layer for name, layer in inner.named_modules() if type(layer).__name__ in kinds and name[-1:].isdigit()]
+    layers = layers_of(model)
     if not layers:
-        told = f"model.torch_compile: {type(inner).__name__} does not say what its layers are"
+        told = f"model.torch_compile: {type(base_model_of(model)).__name__} does not say what its layers are"
         raise InputError(told, hint="set it to false")
     _leave_attention_out()
     _one_kernel_for_all_lengths()

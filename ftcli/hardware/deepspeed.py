@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..base_model import layers_of
 from . import fsdp_units, loading
 from .ddp import cut_ahead as cut_ahead  # the same
 from .state import NOTHING, Piece, Slot, live, trained
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 
 
 # Elements of a bucket in which stage 3 sums gradients over ranks, where the profile's file does not say: 0.8 GB in
-# float32, which NCCL moves as fast as DeepSpeed's own 2 GB (5e8), and its buffer is that much smaller. How far weights
-# are gathered ahead (5e7) is DeepSpeed's: one large matrix, which computes longer than the next takes to arrive.
-STAGE_3 = {"reduce_bucket_size": 200_000_000, "stage3_prefetch_bucket_size": 50_000_000}
+# float32, which NCCL moves as fast as DeepSpeed's own 2 GB (5e8), and its buffer is that much smaller.
+STAGE_3 = {"reduce_bucket_size": 200_000_000}
+PREFETCHED = (
+    50_000_000  # elements that are gathered ahead, DeepSpeed's own number; of a model in layers, the next layer
+)
 SYNC_EACH = False  # DeepSpeed decides by itself when gradients are summed over ranks
 
 
@@ -51,7 +55,22 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
 
 
 def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return the model as it is; DeepSpeed's engine moves it."""
+    """Return the model as it is, which DeepSpeed's engine moves; stage 3 will gather it layer by layer.
+
+    By itself DeepSpeed gathers for every module inside of a layer, and whatever it gathers ahead is waited for by the
+    next of them. With one hook on a whole layer (DeepSpeed's word is leaf) the next layer arrives while this one
+    computes. With frozen weights a leaf's gradients would be taken before they are complete (seen in 0.19: the first
+    layer's input has none): there it stays as it was.
+    """
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+
+    layers = layers_of(model) if hooks_inside() and all(weight.requires_grad for weight in model.parameters()) else []
+    for layer in layers:
+        set_z3_leaf_module(layer, True)
+    if layers:
+        largest = max(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
+        zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero.setdefault("stage3_prefetch_bucket_size", max(largest, PREFETCHED))
     return model
 
 
@@ -99,18 +118,35 @@ def handing_out(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
 
 
 def arrange(model: nn.Module, half: torch.dtype | None) -> None:
-    """Have stage 3 gather in `half` what autocast would only ever multiply in it; how far ahead, `configure` said.
+    """Have stage 3 gather in `half` what autocast only ever multiplies in it, and unseen; how far ahead, `fit` said.
 
     DeepSpeed does so for weights that have `comm_dtype`, and makes them float32 again on arrival: half the bytes, and
     every product is what it was. Its own `torch_autocast` would sum gradients in 16 bits too. Small weights are whole
     on every rank and must stay as they are.
     """
-    inner: Any = unwrap(model)
-    if half is None or not hooks_inside():
+    engine: Any = model
+    if not hooks_inside():
         return
-    for weight in fsdp_units.products(inner):
+    hooks = engine.optimizer.parameter_offload
+    for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
+        setattr(hooks, name, _unseen(getattr(hooks, name)))
+    for weight in fsdp_units.products(unwrap(model)) if half is not None else ():
         if weight.dtype == torch.float32 and not weight.ds_persist:
             weight.comm_dtype = half
+
+
+def _unseen(hook: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Return a hook that no dispatch mode sees.
+
+    Selective checkpoints count a layer's operations, forward and again backward, and what is gathered in between is
+    not the same in both.
+    """
+
+    def apart(module: nn.Module) -> None:
+        with _disable_current_modes():
+            hook(module)
+
+    return apart
 
 
 def sharing_casts(accelerator: Accelerator) -> AbstractContextManager[None]:

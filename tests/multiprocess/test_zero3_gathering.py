@@ -1,4 +1,4 @@
-"""ZeRO-3 gathers weights of products in 16 bits, and every bit of the curve and of the weights is what it was."""
+"""What ZeRO-3 gathers: weights of products in 16 bits, which changes no bit, and each layer's weights at once."""
 
 from __future__ import annotations
 
@@ -83,3 +83,65 @@ def test_products_are_gathered_in_half_the_bytes_and_no_bit_changes(
                 continue
             moved = before["float32"] - after["float32"]
             assert moved > 0 and after[half] - before[half] == moved / 2, name
+
+
+def gatherings(folder: Path) -> dict[str, list[tuple[int, list[float]]]]:
+    """Return of each recipe (how often its first step gathers, its losses), module by module and as it is."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    from ftcli.hardware import deepspeed
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    deepspeed.STAGE_3 = deepspeed.STAGE_3 | {"stage3_param_persistence_threshold": 100}
+    layers_of, gather = deepspeed.layers_of, partition_parameters._dist_allgather_fn
+    calls = 0
+
+    def count(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return gather(*given)
+
+    partition_parameters._dist_allgather_fn = count
+    found: dict[str, list[tuple[int, list[float]]]] = {}
+    for name in NAMES:
+        for layers in (lambda model: [], layers_of):
+            deepspeed.layers_of = layers
+            run = prepare(cell(folder, name, precision="bf16", train={"max_steps": 3}), cpu=True)
+            calls, first, losses = 0, 0, []
+            for step in steps(run):
+                first = first or calls
+                losses.append(step.loss)
+            found.setdefault(name, []).append((first, losses))
+    return found
+
+
+def test_a_layer_gathers_its_weights_at_once_unless_some_are_frozen(inputs: Path) -> None:
+    for rank in run_on_cpu(gatherings, inputs, processes=2, profile="zero3"):
+        for name, ((modules, wanted), (layers, found)) in rank.items():
+            assert found == pytest.approx(wanted, rel=1e-4), name
+            assert layers == modules if name == "sft-lora" else layers < modules / 2, name
+
+
+def recomputed(folder: Path) -> dict[str, list[list[float]]]:
+    """Return losses of each recipe, all kept and products kept, where some weights stay to their next use, not all."""
+    from ftcli.hardware import deepspeed
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    few = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 3000)
+    ahead = {"stage3_prefetch_bucket_size": 1000, "stage3_param_persistence_threshold": 100}
+    deepspeed.STAGE_3 = deepspeed.STAGE_3 | few | ahead
+    found: dict[str, list[list[float]]] = {}
+    for name in ("sft-untied", "sft-lora"):
+        for mode in ("none", "selective"):
+            section = {"name": str(folder / "untied"), "dropout": 0.0, "gradient_checkpointing": mode}
+            run = prepare(cell(folder, name, model=section, train={"max_steps": 3}), cpu=True)
+            found.setdefault(name, []).append([step.loss for step in steps(run)])
+    return found
+
+
+def test_layers_are_computed_again_selectively_although_their_weights_are_gathered_in_between(inputs: Path) -> None:
+    for rank in run_on_cpu(recomputed, inputs, processes=2, profile="zero3"):
+        for name, (kept, again) in rank.items():
+            assert again == pytest.approx(kept, rel=1e-6), name

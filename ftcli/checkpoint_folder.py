@@ -15,6 +15,7 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,8 +235,13 @@ def _some(count: int, noun: str, ending: str = "s") -> str:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes that a folder's files hold."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """Return the bytes that a folder's files hold; another process may be removing some of them."""
+    found = 0
+    for place, _, names in os.walk(folder):  # passes over folders that are gone
+        for name in names:
+            with suppress(FileNotFoundError):
+                found += os.stat(os.path.join(place, name)).st_size
+    return found
 
 
 def _remove(folder: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +28,7 @@ from ftcli.checkpoint_folder import (
     publish,
     read_state,
     restate,
+    size_of,
     write_durably,
 )
 from ftcli.recipe import Best
@@ -173,3 +176,24 @@ def test_a_future_that_is_given_up_stays_until_the_next_checkpoint(tmp_path: Pat
     write(tmp_path, 10)
     prune(tmp_path, 2, None)
     assert sorted(item.name for item in (tmp_path / "checkpoints").iterdir()) == ["step-000005", "step-000010"]
+
+
+def test_a_folder_is_measured_while_something_in_it_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_bytes(b"12345")
+    over = threading.Event()
+
+    def write_and_remove() -> None:
+        while not over.is_set():
+            (tmp_path / "step.tmp").mkdir()
+            for number in range(50):
+                (tmp_path / "step.tmp" / str(number)).write_bytes(b"1")
+            shutil.rmtree(tmp_path / "step.tmp")
+
+    other = threading.Thread(target=write_and_remove)
+    other.start()
+    try:
+        sizes = [size_of(tmp_path) for _ in range(500)]  # without care, one of 25 fails
+    finally:
+        over.set()
+        other.join()
+    assert all(5 <= size <= 55 for size in sizes) and size_of(tmp_path) == 5

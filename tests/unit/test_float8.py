@@ -76,6 +76,25 @@ def test_linear_layers_but_the_head_are_converted_and_evaluation_is_not() -> Non
 
 
 @TORCHAO
+def test_a_weight_that_travelled_in_bfloat16_gives_the_same_numbers_to_the_last_bit() -> None:
+    torch.manual_seed(1)
+    inputs, found = torch.randn(32, 64), []
+    whole = torch.randn(48, 64)
+    for weight in (whole, whole.bfloat16().float()):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 48))
+        model[0].weight.data.copy_(weight)
+        model[0].bias.data.zero_()
+        multiply_in_float8(model, FP8, "cpu")
+        asked = inputs.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = model(asked)
+        result.float().pow(2).sum().backward()
+        found.append((result, asked.grad, model[0].weight.grad))
+    assert not torch.equal(whole, whole.bfloat16().float())
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@TORCHAO
 def test_a_model_with_no_layer_that_fits_is_refused() -> None:
     with pytest.raises(InputError, match="no layer of Linear has sizes that are multiples of 16"):
         multiply_in_float8(torch.nn.Linear(12, 32), FP8, "cpu")

@@ -44,8 +44,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {  # profile -> what it is call
     },
     "zero3": {
         "as shipped": {},
-        "DeepSpeed's own": {"STAGE_3": {}, "layers_of": lambda model: []},
-        "module by module": {"layers_of": lambda model: []},
+        "DeepSpeed's own": {"STAGE_3": {}, "leaves_of": lambda model: []},
+        "module by module": {"leaves_of": lambda model: []},
         "prefetch of 5e7": {"STAGE_3": ZERO | {"stage3_prefetch_bucket_size": 50_000_000}},
         "all weights live": {"STAGE_3": ZERO | {"stage3_max_live_parameters": 4_000_000_000}},
         "buckets of 5e7": {"STAGE_3": ZERO | {"reduce_bucket_size": 50_000_000}},

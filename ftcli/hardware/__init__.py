@@ -113,7 +113,7 @@ class Hardware:
     def trained(self, model: nn.Module) -> list[nn.Parameter]:
         """Return the trained weights of a prepared model, in its order: this rank's parts, the same objects always."""
         inner = self.unwrap(model)
-        self.backend.settle(inner)
+        self.backend.settle(model)
         return [parameter for parameter in inner.parameters() if parameter.requires_grad]
 
     def clip(self, weights: list[nn.Parameter], max_norm: float | None) -> Tensor:
@@ -170,7 +170,7 @@ class Hardware:
         model before `prepare`; a tied weight comes once, under its first name.
         """
         inner = self.unwrap(model)
-        self.backend.settle(inner)
+        self.backend.settle(model)
         for name, parameter in inner.named_parameters():
             if parameter.requires_grad or not trained_only:
                 value = self.backend.full_parameter(parameter)
@@ -179,13 +179,13 @@ class Hardware:
     def trained_shapes(self, model: nn.Module) -> dict[str, list[int]]:
         """Return name -> whole shape of every trained parameter; a tied weight once."""
         inner = self.unwrap(model)
-        self.backend.settle(inner)
+        self.backend.settle(model)
         return {name: list(full_shape(parameter)) for name, parameter in trained(inner)}
 
     def pieces(self, model: nn.Module, optimizer: Optimizer) -> Iterator[Piece]:
         """Yield all of this rank that a checkpoint holds: trained weights, moments, persistent buffers. Local."""
         inner = self.unwrap(model)
-        self.backend.settle(inner)
+        self.backend.settle(model)
         yield from self.backend.pieces(model, optimizer, self.ranks)
         persistent = inner.state_dict()
         for name, buffer in inner.named_buffers():

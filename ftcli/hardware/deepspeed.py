@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
 # Elements of a bucket in which stage 3 sums gradients over ranks, where the profile's file does not say: 0.8 GB in
 # float32, which NCCL moves as fast as DeepSpeed's own 2 GB (5e8), and its buffer is that much smaller.
 STAGE_3 = {"reduce_bucket_size": 200_000_000}
-PREFETCHED = (
-    50_000_000  # elements that are gathered ahead, DeepSpeed's own number; of a model in layers, the next layer
-)
+# DeepSpeed's own numbers of elements: gathered ahead, whole at a time, and up to which a weight is always whole.
+PREFETCHED, LIVE, PERSISTENT = 50_000_000, 1_000_000_000, 100_000
 SYNC_EACH = False  # DeepSpeed decides by itself when gradients are summed over ranks
 
 
@@ -59,19 +59,46 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
     By itself DeepSpeed gathers for every module inside of a layer, and whatever it gathers ahead is waited for by the
     next of them. With one hook on a whole layer (DeepSpeed's word is leaf) the next layer arrives while this one
-    computes. With frozen weights a leaf's gradients would be taken before they are complete (seen in 0.19: the first
-    layer's input has none): there it stays as it was.
+    computes.
     """
     from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 
-    layers = layers_of(model) if hooks_inside() and all(weight.requires_grad for weight in model.parameters()) else []
+    layers = leaves_of(model) if hooks_inside() else []
     for layer in layers:
         set_z3_leaf_module(layer, True)
     if layers:
-        largest = max(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
         zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        whole = zero.get("stage3_param_persistence_threshold", PERSISTENT)  # up to this, weights are never gathered
+        sizes = [[weight.numel() for weight in layer.parameters()] for layer in layers]
+        largest = max(sum(size for size in found if not isinstance(whole, int) or size > whole) for found in sizes)
         zero.setdefault("stage3_prefetch_bucket_size", max(largest, PREFETCHED))
+        zero.setdefault("stage3_max_live_parameters", max(3 * largest, LIVE))
     return model
+
+
+def leaves_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that may gather as one, in DeepSpeed 0.19.
+
+    A leaf's gradients are taken by a hook on its input, or at once where that needs none: none is a leaf of a model
+    with frozen weights, nor one before which nothing is trained. Weights that another module uses too would be taken
+    before that one has added to them, and so would those of layers that run several times: layers of models that are
+    not transformers' own stay as they are.
+    """
+    if not all(weight.requires_grad for weight in model.parameters()):
+        return []
+    first, uses = next(model.parameters(), None), _uses(model)
+    return [
+        layer
+        for layer in layers_of(model)
+        if type(layer).__module__.startswith("transformers.")
+        and all(weight is not first and uses[weight] == n for weight, n in _uses(layer).items())
+    ]
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """Return how many times each weight is in a module, by all of its names."""
+    inside = (part for _, part in module.named_modules(remove_duplicate=False))
+    return Counter(weight for part in inside for weight in part._parameters.values() if weight is not None)
 
 
 def reads_once() -> bool:
@@ -195,7 +222,12 @@ def full_parameter(parameter: nn.Parameter) -> Tensor:
 
 
 def settle(model: nn.Module) -> None:
-    """Nothing to do before parameters are read."""
+    """Wait for what an evaluation gathered ahead, for a backward pass that never came, and let go of it; local."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    engine: Any = model
+    if any(getattr(p, "ds_status", None) == ZeroParamStatus.INFLIGHT for p in unwrap(model).parameters()):
+        engine.optimizer.empty_partition_cache()
 
 
 def settle_buckets(accelerator: Accelerator, model: nn.Module, loss: Callable[[], Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.testing import run_on_cpu
+from ftcli.testing import run_on_cpu, save_tiny_causal
 
 from .cells import cell, weights, write_inputs
 
@@ -93,8 +93,9 @@ def gatherings(folder: Path) -> dict[str, list[tuple[int, list[float]]]]:
     from ftcli.loop import steps
     from ftcli.run import prepare
 
-    deepspeed.STAGE_3 = deepspeed.STAGE_3 | {"stage3_param_persistence_threshold": 100}
-    layers_of, gather = deepspeed.layers_of, partition_parameters._dist_allgather_fn
+    # Sums are sent several times a backward pass: a gradient that came after its layer was done would be left out.
+    deepspeed.STAGE_3 = {"reduce_bucket_size": 4000, "stage3_param_persistence_threshold": 100}
+    leaves_of, gather = deepspeed.leaves_of, partition_parameters._dist_allgather_fn
     calls = 0
 
     def count(*given: Any) -> Any:
@@ -105,8 +106,8 @@ def gatherings(folder: Path) -> dict[str, list[tuple[int, list[float]]]]:
     partition_parameters._dist_allgather_fn = count
     found: dict[str, list[tuple[int, list[float]]]] = {}
     for name in NAMES:
-        for layers in (lambda model: [], layers_of):
-            deepspeed.layers_of = layers
+        for leaves in (lambda model: [], leaves_of):
+            deepspeed.leaves_of = leaves
             run = prepare(cell(folder, name, precision="bf16", train={"max_steps": 3}), cpu=True)
             calls, first, losses = 0, 0, []
             for step in steps(run):
@@ -145,3 +146,55 @@ def test_layers_are_computed_again_selectively_although_their_weights_are_gather
     for rank in run_on_cpu(recomputed, inputs, processes=2, profile="zero3"):
         for name, (kept, again) in rank.items():
             assert again == pytest.approx(kept, rel=1e-6), name
+
+
+def read_after_evaluation(folder: Path) -> dict[str, int]:
+    """Return how many weights were in flight after an evaluation, and how many this rank was given then."""
+    from ftcli.evaluation import evaluate
+    from ftcli.hardware import deepspeed
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    # An eighth of the model may be whole at a time, and what is kept until it is used again is less than that.
+    few = {"stage3_max_live_parameters": 39_000, "stage3_max_reuse_distance": 20_000}
+    deepspeed.STAGE_3 = {**few, "stage3_param_persistence_threshold": 100, "stage3_prefetch_bucket_size": 9300}
+    section = {"name": str(folder / "deep"), "dropout": 0.0}
+    run: Any = prepare(cell(folder, "sft-untied", model=section, train={"max_steps": 2}), cpu=True)
+    list(steps(run))
+    evaluate(run)
+    status = [parameter.ds_status.name for parameter in run.hardware.unwrap(run.model).parameters()]
+    return {"in flight": status.count("INFLIGHT"), "read": len(weights(run)), "all": len(status)}
+
+
+def test_weights_are_read_after_an_evaluation_of_a_model_too_large_to_be_whole(inputs: Path) -> None:
+    save_tiny_causal(inputs / "deep", tied=False, num_hidden_layers=32)
+    main, other = run_on_cpu(read_after_evaluation, inputs, processes=2, profile="zero3")
+    assert main["in flight"] > 0 and main["read"] == main["all"] and other["read"] == 0
+
+
+def ahead(folder: Path) -> list[tuple[Any, Any, int]]:
+    """Return of a run whose profile's file is silent, then of one where it is not, what is gathered ahead.
+
+    That is (elements gathered ahead, elements whole at a time, elements of a layer that are gathered at all).
+    """
+    from ftcli.base_model import layers_of
+    from ftcli.hardware import deepspeed
+    from ftcli.run import prepare
+
+    found = []
+    deepspeed.PREFETCHED, deepspeed.LIVE = 0, 0
+    for said in ({}, {"stage3_prefetch_bucket_size": 5, "stage3_max_live_parameters": 6}):
+        deepspeed.STAGE_3 = {"stage3_param_persistence_threshold": 100, **said}
+        run: Any = prepare(cell(folder, "sft-untied"), cpu=True)
+        zero = run.hardware.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        sizes = [weight.ds_numel for weight in layers_of(run.hardware.unwrap(run.model))[0].parameters()]
+        cut = sum(size for size in sizes if size > 100)
+        assert cut < sum(sizes)
+        found.append((zero["stage3_prefetch_bucket_size"], zero["stage3_max_live_parameters"], cut))
+    return found
+
+
+def test_a_whole_layer_is_gathered_ahead_unless_the_profile_says_another_number(inputs: Path) -> None:
+    for silent, said in run_on_cpu(ahead, inputs, processes=2, profile="zero3"):
+        assert silent == (silent[2], 3 * silent[2], silent[2])
+        assert said[:2] == (5, 6)

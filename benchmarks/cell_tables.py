@@ -49,8 +49,8 @@ def without_ladder(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def name_of(line: dict[str, Any]) -> str:
     """Return who trained, and how; what a label says is not said again."""
-    is_said = line["peer"] == "bare" or line["label"] in ("no extras", "extras")
-    told = ("attn_implementation", "torch_compile=true") if is_said else ()
+    is_said = line["peer"] == "bare" or line["label"] in ("no extras", "extras", "fp8")
+    told = ("attn_implementation", "torch_compile=true", "precision=fp8") if is_said else ()
     how = [line["label"], *(setting for setting in line["settings"] if not any(name in setting for name in told))]
     told = ", ".join(item for item in how if item)
     return f"{line['peer']} ({told})" if told else str(line["peer"])

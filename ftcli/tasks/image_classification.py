@@ -97,7 +97,10 @@ class Task:
         return load_model(self.auto_class, self.recipe, new_head=True, labels=facts["labels"], **kwargs)
 
     def finish_model(self, model: nn.Module) -> None:
-        """Nothing to change."""
+        """Leave what stands for masked patches (DINOv2) as it is: without any it has no gradient to wait for."""
+        for name, parameter in model.named_parameters():
+            if name.split(".")[-1] == "mask_token":
+                parameter.requires_grad_(False)
 
     def blank(self, row: Row) -> Row:
         """Return the row with a target that is ignored."""

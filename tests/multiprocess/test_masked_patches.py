@@ -1,0 +1,41 @@
+"""Image models that can be pretrained on masked patches: classification masks none, and trains all the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Dinov2Config, Dinov2Model, ViTImageProcessor
+
+from ftcli.testing import run_on_cpu
+
+from .cells import cell, train_recipe, write_inputs
+
+TOKEN = "dinov2.embeddings.mask_token"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    Dinov2Model(Dinov2Config(**sizes)).save_pretrained(folder / "dinov2")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder / "dinov2")
+    return folder
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    return train_recipe(cell(folder, "vit", model={"name": str(folder / "dinov2"), "dropout": 0.0}))
+
+
+@pytest.mark.parametrize("profile", ["ddp", "zero3"])
+def test_a_token_for_masked_patches_is_left_alone(inputs: Path, profile: str) -> None:
+    """Trained, it would have no gradient: DDP would wait for one, and every run would be ended as a mistake."""
+    alone = trained(inputs)
+    found = run_on_cpu(trained, inputs, processes=2, profile=profile)[0]
+    losses = [[row["loss"] for row in one["rows"]] for one in (alone, found)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 4
+    assert TOKEN not in alone["after"] and len(alone["after"]) > 30

@@ -1,0 +1,82 @@
+"""Every architecture that ftcli packs, and image models of other shapes, under ZeRO-3: layers gather as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, ViTImageProcessor
+
+from ftcli.testing import run_on_cpu, tiny_tokenizer
+
+from ..unit.test_attention import ARCHITECTURES, EXTRAS, SIZES
+from .cells import cell, write_inputs
+
+pytestmark = pytest.mark.slow
+
+WORDS = {**SIZES, "vocab_size": 259, "pad_token_id": 1, "eos_token_id": 1, "max_position_embeddings": 256}
+STAGES = {"depths": [1, 1, 1, 1]}
+IMAGES: dict[str, dict[str, Any]] = {
+    "convnext": {"hidden_sizes": [8, 16, 16, 32], **STAGES},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+    "segformer": {"hidden_sizes": [8, 8, 16, 16], "num_attention_heads": [1, 1, 2, 2], "image_size": 128, **STAGES},
+}
+
+
+def names() -> list[str]:
+    return [*ARCHITECTURES, *IMAGES]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    for kind in names():
+        torch.manual_seed(0)
+        if kind in IMAGES:
+            model = AutoModelForImageClassification.from_config(AutoConfig.for_model(kind, **IMAGES[kind]))
+            side = IMAGES[kind].get("image_size", 32)
+            ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder / kind)
+        else:
+            extras = EXTRAS.get(kind, {}) | ({"n_positions": 256} if kind == "gpt2" else {})
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**WORDS, **extras}))
+            tiny_tokenizer().save_pretrained(folder / kind)
+        model.save_pretrained(folder / kind)
+    return folder
+
+
+def curves(folder: Path, kinds: list[str]) -> dict[str, dict[str, Any]]:
+    """Return of each model its curve, and how many of its layers gather as one."""
+    from deepspeed.utils import z3_leaf_module
+
+    from ftcli.base_model import layers_of
+    from ftcli.hardware import deepspeed
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    # Small weights would stay whole; and sums are sent several times a backward pass, with what is complete by then.
+    deepspeed.STAGE_3 = {"reduce_bucket_size": 4000, "stage3_param_persistence_threshold": 100}
+    found = {}
+    for kind in kinds:
+        changes = {"model": {"name": str(folder / kind), "dropout": 0.0}, "train": {"max_steps": 3}}
+        optimizer = {"learning_rate": 1e-3, "eps": 1e-4}  # a gradient that is all rounding is no whole step
+        recipe = cell(folder, "vit" if kind in IMAGES else "sft-untied", optimizer=optimizer, **changes)
+        run: Any = prepare(recipe, cpu=True)
+        layers = layers_of(run.hardware.unwrap(run.model))
+        found[kind] = {
+            "curve": [number for step in steps(run) for number in (step.loss, step.grad_norm)],
+            "layers": len(layers),
+            "leaves": sum(z3_leaf_module(layer) for layer in layers),
+        }
+    return found
+
+
+def test_curves_are_those_of_one_process(inputs: Path) -> None:
+    alone = run_on_cpu(curves, inputs, names(), processes=1, profile="single")[0]
+    found = run_on_cpu(curves, inputs, names(), processes=2, profile="zero3")[0]
+    for kind in names():
+        assert found[kind]["curve"] == pytest.approx(alone[kind]["curve"], rel=1e-5), kind
+        first = int(kind == "segformer")  # the input of its first layer is the image
+        assert found[kind]["leaves"] == found[kind]["layers"] - first > 0, kind

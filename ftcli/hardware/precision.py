@@ -109,7 +109,7 @@ class LossScale:
 
 def check(model: nn.Module, recipe: Recipe) -> str:
     """Return the policy as one line; raises `RuntimeError` naming the first weight of another dtype."""
-    wanted, frozen_wanted = trained_dtype(recipe), frozen_dtype(recipe)
+    wanted, frozen_wanted = trained_dtype(recipe), load_dtype(recipe)
     kept = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != wanted:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Dinov2Config, Dinov2Model, ViTImageProcessor
 
+from ftcli.comparison import TOLERANCES
 from ftcli.testing import run_on_cpu
 
 from .cells import cell, train_recipe, write_inputs
@@ -27,15 +28,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(folder: Path) -> dict[str, Any]:
-    return train_recipe(cell(folder, "vit", model={"name": str(folder / "dinov2"), "dropout": 0.0}))
+def trained(folder: Path, precision: str) -> dict[str, Any]:
+    section = {"name": str(folder / "dinov2"), "dropout": 0.0}
+    return train_recipe(cell(folder, "vit", model=section, precision=precision))
 
 
-@pytest.mark.parametrize("profile", ["ddp", "zero3"])
-def test_a_token_for_masked_patches_is_left_alone(inputs: Path, profile: str) -> None:
+@pytest.mark.parametrize(("profile", "precision"), [("ddp", "fp32"), ("fsdp", "bf16"), ("zero3", "bf16")])
+def test_a_token_for_masked_patches_is_left_alone(inputs: Path, profile: str, precision: str) -> None:
     """Trained, it would have no gradient: DDP would wait for one, and every run would be ended as a mistake."""
-    alone = trained(inputs)
-    found = run_on_cpu(trained, inputs, processes=2, profile=profile)[0]
+    alone = trained(inputs, precision)
+    found = run_on_cpu(trained, inputs, precision, processes=2, profile=profile)[0]
     losses = [[row["loss"] for row in one["rows"]] for one in (alone, found)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCES[precision].loss) and len(losses[0]) == 4
     assert TOKEN not in alone["after"] and len(alone["after"]) > 30

@@ -132,7 +132,9 @@ def converse(
 
 def _answer(writer: Writer, conversation: Conversation, question: str, choice: Choice) -> None:
     """Let the model answer, word by word, and keep what it said."""
-    prompt = conversation.asking(question)
+    import torch
+
+    prompt, gradients = conversation.asking(question), torch.is_grad_enabled()
     last, note = Answer(prompt, "", 0, ended=False), ""
     try:
         fitting = writer.fitting(prompt, choice)
@@ -147,6 +149,7 @@ def _answer(writer: Writer, conversation: Conversation, question: str, choice: C
         elif not last.text:
             note = "it said nothing"
     except KeyboardInterrupt:
+        torch.set_grad_enabled(gradients)  # it may have come while no_grad was being left
         note = "stopped; what it said so far is kept, /undo forgets it"
         if not last.text:
             note, question = "stopped before it said anything; the question is forgotten", ""

@@ -44,8 +44,8 @@ class Shares:
     has_masters: bool = False  # the optimizer keeps weights of its own beside those of the model
 
     @property
-    def keeps_no_cast(self) -> bool:
-        """Whether products keep no cast of their weights for the backward pass: ZeRO-3's own linear does not."""
+    def is_stage_3(self) -> bool:
+        """Whether it is ZeRO-3, whose own linear keeps no cast of its weight for the backward pass."""
         return self.has_masters and self.weights != 1
 
 

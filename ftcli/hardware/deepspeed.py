@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..base_model import layers_of
 from . import fsdp_units, loading
 from .ddp import cut_ahead as cut_ahead  # the same
 from .state import NOTHING, Piece, Slot, live, trained
+from .zero3_leaves import leaves_of
+from .zero3_leaves import sharing_casts as sharing_casts  # of the products inside of them
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -74,31 +74,6 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         zero.setdefault("stage3_prefetch_bucket_size", max(largest, PREFETCHED))
         zero.setdefault("stage3_max_live_parameters", max(3 * largest, LIVE))
     return model
-
-
-def leaves_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model that may gather as one, in DeepSpeed 0.19.
-
-    A leaf's gradients are taken by a hook on its input, or at once where that needs none: none is a leaf of a model
-    with frozen weights, nor one before which nothing is trained. Weights that another module uses too would be taken
-    before that one has added to them, and so would those of layers that run several times: layers of models that are
-    not transformers' own stay as they are.
-    """
-    if not all(weight.requires_grad for weight in model.parameters()):
-        return []
-    first, uses = next(model.parameters(), None), _uses(model)
-    return [
-        layer
-        for layer in layers_of(model)
-        if type(layer).__module__.startswith("transformers.")
-        and all(weight is not first and uses[weight] == n for weight, n in _uses(layer).items())
-    ]
-
-
-def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """Return how many times each weight is in a module, by all of its names."""
-    inside = (part for _, part in module.named_modules(remove_duplicate=False))
-    return Counter(weight for part in inside for weight in part._parameters.values() if weight is not None)
 
 
 def reads_once() -> bool:
@@ -174,11 +149,6 @@ def _unseen(hook: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
             hook(module)
 
     return apart
-
-
-def sharing_casts(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Return a block that keeps no cast: of weights that stage 3 gathers and frees again, casts would stay, whole."""
-    return nullcontext()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

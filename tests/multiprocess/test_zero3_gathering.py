@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ftcli.testing import run_on_cpu, save_tiny_causal
 
@@ -29,7 +30,7 @@ def digest(run: Any) -> str:
     return hashlib.sha256(b"".join(value.tobytes() for value in weights(run).values())).hexdigest()
 
 
-def gathered(folder: Path, precision: str) -> dict[str, list[tuple[Any, list[str], Counter[str]]]]:
+def gathered(folder: Path, precision: str, bucket: int = 10**8) -> dict[str, list[tuple[Any, list[str], Counter[str]]]]:
     """Return of each recipe (curve, digests of its weights, bytes that training gathered by dtype), twice.
 
     Once as it was, once as it is. Weights of these models are so small that DeepSpeed would leave them whole.
@@ -41,7 +42,7 @@ def gathered(folder: Path, precision: str) -> dict[str, list[tuple[Any, list[str
     from ftcli.loop import steps
     from ftcli.run import prepare
 
-    deepspeed.STAGE_3 = deepspeed.STAGE_3 | {"stage3_param_persistence_threshold": 100}
+    deepspeed.STAGE_3 = {"reduce_bucket_size": bucket, "stage3_param_persistence_threshold": 100}
     arrange, gather = deepspeed.arrange, partition_parameters._dist_allgather_fn
     found: dict[str, list[tuple[Any, list[str], Counter[str]]]] = {}
     for name in NAMES:
@@ -83,6 +84,67 @@ def test_products_are_gathered_in_half_the_bytes_and_no_bit_changes(
                 continue
             moved = before["float32"] - after["float32"]
             assert moved > 0 and after[half] - before[half] == moved / 2, name
+
+
+@pytest.mark.slow
+def test_gradients_larger_than_a_bucket_of_sums_are_summed_in_float32_too(inputs: Path) -> None:
+    for rank in run_on_cpu(gathered, inputs, "bf16", 1500, processes=2, profile="zero3"):
+        for name, (before, after) in rank.items():
+            assert after[:2] == before[:2], name
+
+
+def dtypes(folder: Path) -> dict[str, Any]:
+    """Return what a layer's weight and its piece are in training, between steps and after a step that failed."""
+    from ftcli.evaluation import evaluate
+    from ftcli.hardware import deepspeed
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    deepspeed.STAGE_3 = deepspeed.STAGE_3 | {"stage3_param_persistence_threshold": 100}
+    run = prepare(
+        cell(folder, "sft-untied", precision="bf16", train={"max_steps": 3}, batch={"global_size": 8, "micro_size": 2}),
+        cpu=True,
+    )
+    model: Any = run.hardware.unwrap(run.model)
+    module = model.model.layers[1].mlp.up_proj
+    seen: list[tuple[str, str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append((str(module.weight.dtype), str(module.weight.ds_tensor.dtype)))
+
+    module.register_forward_hook(look)
+    found: dict[str, Any] = {"accumulation": run.plan.accumulation}
+    training = steps(run)
+    for name in ("first", "second"):
+        if name == "second":
+            evaluate(run)  # leaves weights whole
+            found["evaluated"], seen = set(seen), []
+        next(training)
+        found[name], seen = set(seen), []
+        look()
+        found[f"after {name}"], seen = set(seen), []
+    before = module.weight.ds_tensor.clone()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("a step that does not get far")
+
+    module.register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        next(training)
+    seen.clear()
+    look()
+    found["failed"] = {piece for _, piece in seen}
+    found["same weights"] = torch.equal(module.weight.ds_tensor, before)
+    return found
+
+
+def test_pieces_are_rounded_for_a_window_and_exact_outside_of_it(inputs: Path) -> None:
+    exact, rounded = {("torch.float32", "torch.float32")}, {("torch.bfloat16", "torch.bfloat16")}
+    for rank in run_on_cpu(dtypes, inputs, processes=2, profile="zero3"):
+        assert rank["accumulation"] == 2
+        assert rank["first"] == rank["second"] == rounded
+        assert rank["evaluated"] == rank["after first"] == rank["after second"] == exact
+        assert rank["failed"] == {"torch.float32"} and rank["same weights"]
 
 
 def gatherings(folder: Path) -> dict[str, list[tuple[int, list[float]]]]:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, SegformerConfig, SegformerForImageClassification
 
 from ftcli.base_model import layers_of
-from ftcli.hardware.deepspeed import leaves_of
+from ftcli.hardware.zero3_leaves import leaves_of
 
 from .test_attention import tiny
 

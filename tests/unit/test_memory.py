@@ -66,9 +66,11 @@ def test_what_a_process_holds_by_hand() -> None:
         "gradients": 4000,
         "optimizer": 8000,
         "copies of weights": 0,
+        "rounded weights": 0,
     }
     cut = estimate(recipe(precision="bf16"), sizes, Shares(2, 4, 4, has_masters=True), rows=1, tokens=1, mode="none")
-    assert cut.parts == {"weights": 2250, "gradients": 1000, "optimizer": 3000, "copies of weights": 2000}
+    wanted = {"weights": 2250, "gradients": 1000, "optimizer": 3000, "copies of weights": 2000, "rounded weights": 1000}
+    assert cut.parts == wanted
     pure = estimate(recipe(precision="bf16_pure"), sizes, Shares(), rows=1, tokens=1, mode="none")
     assert pure.total == 500 + 12 * 1000, "12 bytes an element, as adamw_bf16.py says"
     assert estimate(recipe(), sizes, Shares(0, 0, 0), rows=1, tokens=1, mode="none").total == 0
@@ -212,7 +214,7 @@ def test_the_estimate_of_compiled_layers_is_the_peak_that_was_seen(
 
 @pytest.mark.parametrize(
     ("profile", "processes", "mode", "measured"),
-    [("fsdp", 2, "none", 98.5), ("fsdp", 4, "none", 74.4), ("zero3", 2, "full", 94.4)],
+    [("fsdp", 2, "none", 98.5), ("fsdp", 4, "none", 74.4), ("zero3", 2, "selective", 125.3)],
 )
 def test_the_estimate_of_shards_is_the_peak_that_was_seen(
     profile: str, processes: int, mode: str, measured: float
@@ -246,6 +248,19 @@ def test_casts_stay_but_where_weights_travel_cast_or_deepspeed_multiplies() -> N
         for mode in MODES:
             found = estimate(asked[name], sizes, shares, rows=1, tokens=64, mode=mode).parts["copies of weights"]
             assert found == 2 * sizes.trained * stays, (name, shares, mode)
+
+
+def test_zero3_keeps_rounded_pieces_of_a_whole_language_model_that_is_on_the_device() -> None:
+    bf16, fp32 = (recipe(task="sft", precision=name) for name in ("bf16", "fp32"))
+    lora = recipe(task="sft", precision="bf16", adapter={"type": "lora"})
+    labels = recipe(task="text_classification", precision="bf16")
+    for name, asked, more in (("zero3", bf16, LLAMA_1B.trained // 2), ("fsdp", bf16, 0), ("zero2", bf16, 0)) + tuple(
+        ("zero3", other, 0) for other in (fp32, lora, labels)
+    ):
+        parts = estimate(asked, LLAMA_1B, load_profile(name).shares(4), rows=1, tokens=64, mode="none").parts
+        assert parts["rounded weights"] == more, (name, asked)
+    parts = estimate(bf16, LLAMA_1B, Shares(0, 4, 0, has_masters=True), rows=1, tokens=64, mode="none").parts
+    assert parts["rounded weights"] == 0, "pieces that wait on the host are cast on their way"
 
 
 @pytest.mark.parametrize("profile", ["single", "ddp", "fsdp", "zero2", "zero3", "zero3_offload"])

@@ -73,7 +73,8 @@ def table(cell: list[dict[str, Any]]) -> list[str]:
         curve = "reference" if line is reference and far is None else "-"
         if far is not None:
             curve = f"{far['losses']:.0e}, {far['grad norms']:.0e}" + ("" if line["agrees"] else " **differs**")
-        counts = reference is not None and (line is reference or line.get("agrees", False))
+        curve += f"; **spoiled**: {line['spoiled']}" if "spoiled" in line else ""
+        counts = reference is not None and (line is reference or line.get("agrees", False)) and "spoiled" not in line
         rows.append(
             [
                 name_of(line),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 REFERENCES = ("bare", "hf-trainer")  # of language models, of classifiers
+ELSEWHERE = {"precision": ("bf16_pure", "bf16"), "profile": ("zero3", "fsdp")}  # field -> its value, the reference's
 LOSS, NORM = 2e-2, 5e-2  # of the value, relative: what kernels and roundings explain in a few dozen steps of bfloat16
 
 
@@ -33,10 +34,11 @@ def _relative(value: float, wanted: float) -> float:
 def compare(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how far a line is from the newest reference among `lines`; an empty answer where there is none.
 
-    What trains in bfloat16 alone must still follow the curve of float32 weights: that is what it saves memory on.
+    What trains in bfloat16 alone must still follow the curve of float32 weights: that is what it saves memory on. So
+    must what DeepSpeed trains in shards, whose own bf16 has another curve: that of the same rows under FSDP2.
     """
-    masters = line["cell"] | ({"precision": "bf16"} if line["cell"]["precision"] == "bf16_pure" else {})
-    references = _references(lines, masters) or _references(lines, line["cell"])  # not all fit with float32 weights
+    masters = line["cell"] | {name: other for name, (own, other) in ELSEWHERE.items() if line["cell"][name] == own}
+    references = _references(lines, masters) or _references(lines, line["cell"])  # it may not fit, or not be there
     is_plain = line["peer"] in REFERENCES and not line["settings"] and line["cell"] == masters
     if is_plain or not references or line == references[-1]:
         return {}

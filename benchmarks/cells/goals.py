@@ -77,7 +77,10 @@ def newest(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side) -
 
 
 def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str]]:
-    """Return each goal with the ratio that was measured (None: not yet) and what is to be said of it."""
+    """Return each goal with the ratio that was measured (None: not yet) and what is to be said of it.
+
+    A line that was `spoiled` by what its value says, written in by hand, counts for nothing until it is measured again.
+    """
     found: list[tuple[Goal, float | None, str]] = []
     for goal in GOALS:
         ours = newest(lines, goal.where, goal.ours)
@@ -92,6 +95,8 @@ def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str
             told = "does not count: no reference was measured"
         elif not ours["agrees"]:
             told = "does not count: our curve leaves the reference"
+        elif spoiled := ours.get("spoiled") or theirs.get("spoiled"):
+            told = f"does not count: {spoiled}"
         elif theirs.get("agrees") is False:
             told += "; the curve of the other leaves the reference"
         found.append((goal, ratio, told))

@@ -131,6 +131,16 @@ def test_weights_in_bfloat16_alone_must_follow_the_curve_of_float32_ones() -> No
         assert [one.get("agrees") for one in found if one["precision"] == "bf16_pure"] == [False, True]
 
 
+def test_shards_of_deepspeed_must_follow_the_curve_of_fsdp_not_that_of_stock_bf16() -> None:
+    found = {}
+    for profile, losses in (("fsdp", [4.0, 2.0]), ("zero3", [4.0, 3.0])):
+        found[profile] = line("bare", 1.0, "bf16", losses=losses)
+        found[profile]["cell"] = found[profile]["cell"] | {"profile": profile}
+    ours = line("ftcli", 1.0, "bf16") | {"cell": found["zero3"]["cell"]}
+    for lines, agree in (([found["fsdp"], found["zero3"]], [None, False, True]), ([found["zero3"]], [None, False])):
+        assert [one.get("agrees") for one in curves.judged([*lines, ours])] == agree
+
+
 def test_the_bare_loop_with_another_kernel_is_the_reference_where_it_is_alone() -> None:
     flash, ours = line("bare", 1.0, "bf16", settings=["attn_implementation=x"]), line("ftcli", 1.0, "bf16")
     assert [one.get("agrees") for one in curves.judged([flash, ours])] == [None, True]
@@ -155,6 +165,8 @@ def test_a_goal_counts_only_when_our_curve_is_the_reference_s() -> None:
     assert told([trl, ours | {goals.SPEED: 110.0}], what) == (pytest.approx(1.1), "missed")
     assert told([trl | {"agrees": False}, ours], what)[1] == "reached; the curve of the other leaves the reference"
     assert told([trl, ours | {"agrees": False}], what)[1] == "does not count: our curve leaves the reference"
+    for lines in ([trl | {"spoiled": "it rained"}, ours], [trl, ours | {"spoiled": "it rained"}]):
+        assert told(lines, what)[1] == "does not count: it rained"
     del ours["agrees"]
     assert told([trl, ours], what)[1] == "does not count: no reference was measured"
 

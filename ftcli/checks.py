@@ -291,7 +291,7 @@ def _memory_fact(recipe: Recipe, profile: Profile | None, plan: Plan, *, cpu: bo
         return {}
     shares = Shares() if profile is None else profile.shares(plan.processes)
     tokens, capacity = recipe.data.max_length, None if cpu else gpu_memory()
-    hooked = profile is not None and profile.hooks_inside
+    hooked = profile is not None and profile.is_stage_3 and recipe.adapter.type != "none"  # inside of layers
     asked = bool(recipe.model.torch_compile) and not hooked  # where it is left open, only a run knows
     _, told = choose(recipe, sizes_in(folder, recipe), shares, plan, tokens=tokens, capacity=capacity, compiled=asked)
     return {"memory": told.removeprefix("memory ")}

@@ -39,28 +39,31 @@ KNOWN = {
 # Seconds of a step that compiled layers save, for each feature (H + I) of each layer and token: what an H200 saved of a
 # Llama-3.2-1B shape in bf16 (benchmarks/README.md). Memory that is slower saves more.
 SAVED = 2.3e-11
-HOOKED = "this profile fetches weights by hooks inside of layers"
+WHY_NOT = {  # when a backend lets layers be compiled -> why not at other times
+    "asked": "what it is worth where this profile gathers whole layers was not measured; a recipe may ask for it",
+    "never": "this profile fetches weights by hooks inside of layers",
+}
 LEAST_SAVED = 60.0  # seconds of a run: compiling takes a part of a minute, and makes the first steps hard to judge
 
 
 def settle_compile(
-    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, *, place: str, hooked: bool
+    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, *, place: str, may: str
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe with `model.torch_compile` decided, and on GPUs a line for the log where layers are left alone.
 
-    `recomputed`: what the backward pass computes again; `hooked`: the backend fetches weights by hooks on every module
-    inside of a layer, so that none is compiled although the recipe asks for it, and other kernels may take its place.
-    Where it was left open, layers that cannot be compiled run as they are.
+    `recomputed`: what the backward pass computes again; `may`: whether the backend lets layers be compiled `unasked`,
+    only if `asked`, or `never`, although the recipe asks for it: then other kernels may take its place. Where it was
+    left open, layers that cannot be compiled run as they are.
     """
     asked = recipe.model.torch_compile
-    if asked and hooked:
-        return _decided(recipe, compiled=False), ["torch_compile: left out, " + HOOKED]
+    if asked and may == "never":
+        return _decided(recipe, compiled=False), ["torch_compile: left out, " + WHY_NOT[may]]
     if asked:
         _dynamo().suppress_errors = False
     if asked is not None:
         return recipe, []
     on_gpu = place == "cuda"
-    problem = _why_not(model, recipe, plan, rows, recomputed, hooked=hooked) if on_gpu else "there is no GPU"
+    problem = _why_not(model, recipe, plan, rows, recomputed, may) if on_gpu else "there is no GPU"
     if problem is None:
         _dynamo().suppress_errors = True
     told = [f"torch_compile: none, {problem}"] if problem and on_gpu else []
@@ -79,9 +82,7 @@ def _dynamo() -> Any:
     return torch._dynamo.config
 
 
-def _why_not(
-    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, *, hooked: bool
-) -> str | None:
+def _why_not(model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, may: str) -> str | None:
     """Return why a model on a GPU is not compiled where the recipe leaves it open, in a few words; None: it is."""
     config: Any = getattr(base_model_of(model), "config", None)
     kind = getattr(config, "model_type", None)
@@ -92,8 +93,8 @@ def _why_not(
         return "float32 is for numbers that nothing else rounds"
     if recipe.model.quantization is not None or recipe.model.activation_offloading or recomputed == "selective":
         return "it does not go with what saves memory here"
-    if hooked:
-        return HOOKED
+    if may in WHY_NOT:
+        return WHY_NOT[may]
     if not any(map(shutil.which, COMPILERS)) or find_spec("triton") is None:
         return "it needs a C++ compiler and Triton"
     of_row = recipe.data.max_length if rows.streamed else int(lengths_of(rows.train).sum()) / max(plan.rows or 1, 1)

@@ -167,7 +167,7 @@ def estimate(
         "gradients": cut(sizes.trained * held, shares.gradients),
         "optimizer": cut(sizes.trained * (optimizer_bytes(recipe) + held * shares.has_masters), shares.optimizer),
         "copies of weights": 2 * sizes.trained * casts,  # autocast's, kept for the backward pass
-        "rounded weights": cut(2 * sizes.trained, shares.weights) * _rounds_pieces(recipe, shares),
+        "rounded weights": cut(2 * sizes.trained, shares.weights) * _rounds_pieces(recipe, sizes.shape, shares),
     }
     if sizes.shape is None:
         return Estimate(parts)
@@ -199,8 +199,10 @@ def _frees_casts(recipe: Recipe, shape: Shape | None, shares: Shares) -> bool:
     return shares.is_stage_3 or (recipe.task in LANGUAGE and recipe.adapter.type == "none")
 
 
-def _rounds_pieces(recipe: Recipe, shares: Shares) -> bool:
-    """Say whether ZeRO-3 keeps its pieces in 16 bits too while it trains (hardware/zero3_leaves.py)."""
+def _rounds_pieces(recipe: Recipe, shape: Shape | None, shares: Shares) -> bool:
+    """Say whether ZeRO-3 keeps its pieces in 16 bits too while it trains (hardware/zero3_leaves.py); not experts'."""
+    if shape is not None and shape.has_experts:
+        return False
     is_whole_model = recipe.task in LANGUAGE and recipe.adapter.type == "none"
     return shares.is_stage_3 and is_whole_model and recipe.precision in ("bf16", "fp16")
 

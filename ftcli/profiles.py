@@ -88,8 +88,8 @@ class Profile:
         return self._zero()[1] != "none"
 
     @property
-    def hooks_inside(self) -> bool:
-        """Whether weights are gathered by hooks on every module: ZeRO-3. Layers are not compiled then."""
+    def is_stage_3(self) -> bool:
+        """Whether DeepSpeed keeps weights in pieces and gathers them by hooks."""
         return self._zero()[0] == 3
 
     def _zero(self) -> tuple[int, str, str]:

@@ -180,11 +180,11 @@ def prepare(
     model = _build_model(loaded, task, rows, weights)
     check_prompts(loaded, prompts, model)
     check_lengths(model, loaded, rows)
-    place, hooked = hardware.accelerator.device.type, hardware.hooks_inside
-    would, _ = settle_compile(model, loaded, plan, rows, "none", place=place, hooked=hooked)
+    place, may = hardware.accelerator.device.type, hardware.may_compile(model)
+    would, _ = settle_compile(model, loaded, plan, rows, "none", place=place, may=may)
     compiled = bool(would.model.torch_compile)
     recomputed, memory = fit_activations(model, loaded, plan, hardware, rows, compiled=compiled)
-    loaded, left_out = settle_compile(model, loaded, plan, rows, recomputed, place=place, hooked=hooked)
+    loaded, left_out = settle_compile(model, loaded, plan, rows, recomputed, place=place, may=may)
     kernels = [*use_kernels(model, loaded, hardware), *left_out]
     model = hardware.fit(model, loaded)
     optimizer = build_optimizer(model, loaded, fused=hardware.steps_on_gpu)

@@ -1,6 +1,6 @@
 """The only folder that knows backends. Everything outside sees one small interface and never asks which it is.
 
-A backend is a module with `SYNC_EACH`, `options`, `configure`, `reads_once`, `loaded_whole`, `fit`, `hooks_inside`,
+A backend is a module with `SYNC_EACH`, `options`, `configure`, `reads_once`, `loaded_whole`, `fit`, `may_compile`,
 `offloads`, `handing_out`, `cut_ahead`, `arrange`, `unwrap`, `sharing_casts`, `backward`, `clip`, `step`, `settle`,
 `settle_buckets`, `full_parameter`, `release`, `slots` and `pieces`; `build` picks it, and nothing here asks which it
 is. Precision is precision.py's on all of them.
@@ -50,10 +50,9 @@ class Hardware:
     skips: bool  # a step that is not finite leaves the weights alone
     half: torch.dtype | None  # what products of matrices are cast to; None: they are not
 
-    @property
-    def hooks_inside(self) -> bool:
-        """Whether the backend gathers weights by hooks on every module, not on whole layers: ZeRO-3."""
-        return bool(self.backend.hooks_inside())
+    def may_compile(self, model: nn.Module) -> str:
+        """Return when layers of a model that is not prepared yet may be compiled: `unasked`, `asked` or `never`."""
+        return str(self.backend.may_compile(model))
 
     @property
     def steps_on_gpu(self) -> bool:

@@ -55,9 +55,9 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return model.to(accelerator.device)
 
 
-def hooks_inside() -> bool:
-    """Say no: weights are whole."""
-    return False
+def may_compile(model: nn.Module) -> str:
+    """Return that layers may be compiled wherever it pays."""
+    return "unasked"
 
 
 def offloads(accelerator: Accelerator) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..base_model import layers_of
 from . import fsdp_units, loading
 from .ddp import cut_ahead as cut_ahead  # the same
 from .state import NOTHING, Piece, Slot, live, trained
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 
-# Elements of a bucket in which stage 3 sums gradients over ranks, where the profile's file does not say: 0.8 GB in
-# float32, which NCCL moves as fast as DeepSpeed's own 2 GB (5e8), and its buffer is that much smaller.
-STAGE_3 = {"reduce_bucket_size": 200_000_000}
+# Elements of a bucket in which stage 3 sums gradients over ranks, where the profile's file does not say: 1 GB in
+# float32, which NCCL moves as fast as DeepSpeed's own 2 GB (5e8), in a buffer that is that much smaller. The largest
+# matrix of a 70B model's layer fits, so that its pieces are rounded once, too (zero3_leaves.py).
+STAGE_3 = {"reduce_bucket_size": 250_000_000}
 # DeepSpeed's own numbers of elements: gathered ahead, whole at a time, and up to which a weight is always whole.
 PREFETCHED, LIVE, PERSISTENT = 50_000_000, 1_000_000_000, 100_000
 SYNC_EACH = False  # DeepSpeed decides by itself when gradients are summed over ranks
@@ -63,7 +65,7 @@ def fit(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """
     from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 
-    layers = leaves_of(model) if hooks_inside() else []
+    layers = leaves_of(model) if _is_stage_3() else []
     for layer in layers:
         set_z3_leaf_module(layer, True)
     if layers:
@@ -83,8 +85,16 @@ def reads_once() -> bool:
     return bool(AcceleratorState().deepspeed_plugin.zero3_init_flag)
 
 
-def hooks_inside() -> bool:
-    """Say whether weights are in pieces between uses: stage 3, whose hooks stand on every module."""
+def may_compile(model: nn.Module) -> str:
+    """Return `never` for stage 3 where its hooks stand inside of a layer, `asked` where all layers are leaves."""
+    if not _is_stage_3():
+        return "unasked"
+    leaves = leaves_of(model)
+    return "asked" if leaves and leaves == layers_of(model) else "never"
+
+
+def _is_stage_3() -> bool:
+    """Say whether weights are in pieces between uses, which hooks gather and let go of."""
     from accelerate.state import AcceleratorState
 
     return bool(AcceleratorState().deepspeed_plugin.zero_stage == 3)
@@ -127,7 +137,7 @@ def arrange(model: nn.Module, half: torch.dtype | None) -> None:
     on every rank and must stay as they are.
     """
     engine: Any = model
-    if not hooks_inside():
+    if not _is_stage_3():
         return
     hooks = engine.optimizer.parameter_offload
     for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):

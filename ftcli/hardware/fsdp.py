@@ -13,8 +13,8 @@ import torch
 from ..base_model import base_model_of
 from . import loading
 from .ddp import backward as backward  # the same
-from .ddp import hooks_inside as hooks_inside
 from .ddp import loaded_whole as loaded_whole
+from .ddp import may_compile as may_compile
 from .ddp import norm_of, shorten, unscale
 from .ddp import release as release
 from .ddp import slots as slots

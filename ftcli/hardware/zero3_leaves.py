@@ -22,6 +22,9 @@ from ..base_model import layers_of
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+GATHERING = "_DeepSpeedZeRoOffload__allgather_stream"  # DeepSpeed 0.19's, which has no other word for it
+OTHERWISE = ("stage3_use_all_reduce_for_fetch_params", "zero_quantized_weights")  # keys of DeepSpeed that gather so
+
 
 def leaves_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model that may gather as one, in DeepSpeed 0.19.
@@ -57,16 +60,13 @@ def sharing_casts(accelerator: Accelerator) -> Iterator[None]:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     zero: Any = accelerator.deepspeed_engine_wrapped.engine.optimizer
-    weights = _rounded(zero, accelerator.device)
+    weights = _rounded(zero, accelerator)
     if any(weight.ds_status != ZeroParamStatus.NOT_AVAILABLE for weight in weights):
         zero.empty_partition_cache()  # an evaluation left them whole, in float32
     exact = [weight.ds_tensor.data for weight in weights]
-    rounded = [torch.empty_like(piece, dtype=weight.comm_dtype) for weight, piece in zip(weights, exact, strict=True)]
-    if weights:
-        torch._foreach_copy_(rounded, exact)
-    for weight, piece in zip(weights, rounded, strict=True):
-        weight.ds_tensor.data = piece
     try:
+        _round(weights)
+        _gather_after_this(zero, accelerator.device)
         yield
     finally:
         for weight, piece in zip(weights, exact, strict=True):
@@ -75,20 +75,44 @@ def sharing_casts(accelerator: Accelerator) -> Iterator[None]:
                 weight.data = piece.new_empty(0)  # in float32, as it was found
 
 
-def _rounded(zero: Any, device: torch.device) -> list[Any]:
+def _round(weights: list[Any]) -> None:
+    """Let pieces be in 16 bits; a step that makes them float32 again lets go of those."""
+    exact = [weight.ds_tensor.data for weight in weights]
+    rounded = [torch.empty_like(piece, dtype=weight.comm_dtype) for weight, piece in zip(weights, exact, strict=True)]
+    if weights:
+        torch._foreach_copy_(rounded, exact)
+    for weight, piece in zip(weights, rounded, strict=True):
+        weight.ds_tensor.data = piece
+
+
+def _gather_after_this(zero: Any, device: torch.device) -> None:
+    """Let DeepSpeed's stream of gatherings wait for what is under way, which by itself it would not."""
+    if device.type != "cuda":
+        return
+    stream = getattr(zero.parameter_offload, GATHERING, None)
+    if stream is None:  # of another name in another version
+        torch.cuda.current_stream().synchronize()
+    else:
+        stream.wait_stream(torch.cuda.current_stream())
+
+
+def _rounded(zero: Any, accelerator: Accelerator) -> list[Any]:
     """Return weights of leaves that travel in 16 bits, and whose gradients DeepSpeed sums in float32 all the same.
 
     It makes them float32 in the bucket of its sums, if one fits in there. Gradients of what is no leaf are taken by
     hooks that know the dtype a weight had when they were made. Offloaded pieces are cast on their way as ever, and so
-    are those that a machine keeps further copies of.
+    are those that a machine keeps further copies of, and all where what travels is of one dtype or in fewer bits.
     """
+    config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     fits = zero.reduce_bucket_size if getattr(zero, "contiguous_gradients", False) else 0
+    if any(config.get(name) for name in OTHERWISE):
+        return []
     return [
         weight
         for weights in getattr(zero, "leaf_parameters", {}).values()
         for weight in weights
         if hasattr(weight, "comm_dtype")
         and weight.ds_numel <= fits
-        and weight.ds_tensor.device.type == device.type
+        and weight.ds_tensor.device.type == accelerator.device.type
         and weight.ds_zero_param_process_group is None
     ]

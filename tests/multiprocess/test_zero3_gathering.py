@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ftcli.testing import run_on_cpu, save_tiny_causal
 
@@ -93,10 +96,32 @@ def test_gradients_larger_than_a_bucket_of_sums_are_summed_in_float32_too(inputs
             assert after[:2] == before[:2], name
 
 
+def losses(folder: Path) -> list[float]:
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    run = prepare(cell(folder, "sft-untied", precision="bf16", train={"max_steps": 3}), cpu=True)
+    return [step.loss for step in steps(run)]
+
+
+@pytest.mark.slow
+def test_pieces_stay_float32_where_all_that_is_gathered_must_have_one_dtype(inputs: Path, tmp_path: Path) -> None:
+    found = []
+    for by_sums in (False, True):  # of whole weights that are zero but for a rank's piece
+        zero = {"stage": 3, "stage3_use_all_reduce_for_fetch_params": by_sums}
+        config, profile = tmp_path / f"{by_sums}.json", tmp_path / f"{by_sums}.yaml"
+        config.write_text(json.dumps({"zero_optimization": zero | {"stage3_param_persistence_threshold": 100}}))
+        section = {"deepspeed_config_file": str(config), "zero3_init_flag": True}
+        profile.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
+        found.append(run_on_cpu(losses, inputs, processes=2, profile=str(profile))[0])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 def dtypes(folder: Path) -> dict[str, Any]:
     """Return what a layer's weight and its piece are in training, between steps and after a step that failed."""
     from ftcli.evaluation import evaluate
     from ftcli.hardware import deepspeed
+    from ftcli.hardware.zero3_leaves import GATHERING
     from ftcli.loop import steps
     from ftcli.run import prepare
 
@@ -135,6 +160,7 @@ def dtypes(folder: Path) -> dict[str, Any]:
     look()
     found["failed"] = {piece for _, piece in seen}
     found["same weights"] = torch.equal(module.weight.ds_tensor, before)
+    found["has a stream"] = hasattr(run.model.optimizer.parameter_offload, GATHERING)
     return found
 
 
@@ -145,6 +171,7 @@ def test_pieces_are_rounded_for_a_window_and_exact_outside_of_it(inputs: Path) -
         assert rank["first"] == rank["second"] == rounded
         assert rank["evaluated"] == rank["after first"] == rank["after second"] == exact
         assert rank["failed"] == {"torch.float32"} and rank["same weights"]
+        assert rank["has a stream"], "on GPUs gatherings must not begin before pieces are rounded"
 
 
 def gatherings(folder: Path) -> dict[str, list[tuple[int, list[float]]]]:
@@ -184,6 +211,46 @@ def test_a_layer_gathers_its_weights_at_once_unless_some_are_frozen(inputs: Path
         for name, ((modules, wanted), (layers, found)) in rank.items():
             assert found == pytest.approx(wanted, rel=1e-4), name
             assert layers == modules if name == "sft-lora" else layers < modules / 2, name
+
+
+def whole_weights(folder: Path) -> dict[bool, list[tuple[int, int]]]:
+    """Return, as they are and compiled, how many of the layers' weights are whole at the head, and how many were."""
+    from ftcli.hardware import deepspeed
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    none_stays = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 0)
+    sizes = none_stays | {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 100}
+    deepspeed.STAGE_3 = deepspeed.STAGE_3 | sizes
+    found: dict[bool, list[tuple[int, int]]] = {}
+    for compiled in (False, True):
+        section = {"name": str(folder / "untied"), "dropout": 0.0, "torch_compile": compiled}
+        run = prepare(cell(folder, "sft-untied", model=section, precision="bf16", train={"max_steps": 3}), cpu=True)
+        assert run.compiled == compiled
+        model: Any = run.hardware.unwrap(run.model)
+        gathered: list[StorageWeakRef] = []
+
+        def look(layer: Any, *_: Any, gathered: list[StorageWeakRef] = gathered) -> None:
+            gathered.extend(StorageWeakRef(w.data.untyped_storage()) for w in layer.parameters() if w.ndim == 2)
+
+        def count(*_: Any, gathered: list[StorageWeakRef] = gathered, compiled: bool = compiled) -> None:
+            alive = sum(not storage.expired() for storage in gathered)
+            found.setdefault(compiled, []).append((alive, len(gathered)))
+            gathered.clear()
+
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(look)
+        model.lm_head.register_forward_pre_hook(count)
+        for _ in steps(run):
+            pass
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_layers_keep_no_weight_whole_for_the_backward_pass(inputs: Path) -> None:
+    for rank in run_on_cpu(whole_weights, inputs, processes=2, profile="zero3"):
+        for compiled, seen in rank.items():
+            assert seen and all(alive == 0 < gathered for alive, gathered in seen), (compiled, seen)
 
 
 def recomputed(folder: Path) -> dict[str, list[list[float]]]:

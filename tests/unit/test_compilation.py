@@ -172,7 +172,7 @@ def decided(
     *,
     of: Any = None,
     place: str = "cuda",
-    hooked: bool = False,
+    may: str = "unasked",
     recomputed: str = "none",
     tokens: int = 2_000_000,
     precision: str = "bf16",
@@ -182,9 +182,7 @@ def decided(
     plan = Plan(1, 10, 10, 1, rows=1000, steps_per_epoch=100, steps=10_000, warmup_steps=0)
     rows = PreparedRows(Dataset.from_dict({"input_ids": [[0] * (tokens // 1000)] * 1000}), None, {})
     given = recipe("x", precision=precision)
-    found, told = settle_compile(
-        large() if of is None else of, given, plan, rows, recomputed, place=place, hooked=hooked
-    )
+    found, told = settle_compile(large() if of is None else of, given, plan, rows, recomputed, place=place, may=may)
     return bool(found.model.torch_compile), told
 
 
@@ -203,7 +201,7 @@ def test_a_long_run_on_a_gpu_is_compiled_unasked_and_what_cannot_be_compiled_run
     assert torch._dynamo.config.suppress_errors
     given, rows = asked(), PreparedRows(Dataset.from_dict({}), None, {})
     plan = Plan(1, 10, 10, 1, rows=1, steps_per_epoch=1, steps=1, warmup_steps=0)
-    assert settle_compile(large(), given, plan, rows, "none", place="cuda", hooked=False) == (given, [])
+    assert settle_compile(large(), given, plan, rows, "none", place="cuda", may="unasked") == (given, [])
     assert not torch._dynamo.config.suppress_errors, "who asks for it wants to know why it fails"
 
 
@@ -213,7 +211,8 @@ def test_a_long_run_on_a_gpu_is_compiled_unasked_and_what_cannot_be_compiled_run
         ({"tokens": 20_000}, "too short to win its time back: it would save 8 s"),
         ({"precision": "fp32"}, "float32 is for numbers that nothing else rounds"),
         ({"recomputed": "selective"}, "what saves memory"),
-        ({"hooked": True}, "hooks inside of layers"),
+        ({"may": "never"}, "hooks inside of layers"),
+        ({"may": "asked"}, "a recipe may ask for it"),
     ],
 )
 def test_where_it_does_not_pay_the_log_says_why(
@@ -225,7 +224,9 @@ def test_where_it_does_not_pay_the_log_says_why(
 
 def test_hooks_inside_of_layers_win_over_a_recipe_that_asks_and_liger_may_take_their_place() -> None:
     rows, plan = PreparedRows(Dataset.from_dict({}), None, {}), Plan(1, 10, 10, 1, 1, 1, 1, 0)
-    found, told = settle_compile(large(), asked(), plan, rows, "none", place="cuda", hooked=True)
+    for may in ("unasked", "asked"):
+        assert settle_compile(large(), asked(), plan, rows, "none", place="cuda", may=may) == (asked(), [])
+    found, told = settle_compile(large(), asked(), plan, rows, "none", place="cuda", may="never")
     assert told == ["torch_compile: left out, this profile fetches weights by hooks inside of layers"]
     assert found.model.torch_compile is False
     by_compiler = "torch.compile does what they do"
@@ -286,13 +287,19 @@ def test_what_an_adapter_adds_is_rounded_as_in_layers_that_are_not_compiled(
     assert exact < 0.2 * other
 
 
-def losses_of_both(folder: Path) -> list[list[float]]:
+def losses_of_both(folder: Path, name: str) -> tuple[list[float], list[float], bool]:
+    from ftcli.hardware import deepspeed
+
+    deepspeed.STAGE_3 = deepspeed.STAGE_3 | {"stage3_param_persistence_threshold": 100}  # small weights stay whole
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
-    return [trained(folder)[1], trained(folder, torch_compile=True)[1]]
+    eager, (run, compiled, graphs) = trained(folder, name), trained(folder, name, torch_compile=True)
+    assert run.compiled == (graphs[-1] > 0)
+    return eager[1], compiled, run.compiled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", ["fsdp", "zero3"])
-def test_every_profile_trains_compiled_layers_or_leaves_them_alone(inputs: Path, profile: str) -> None:
-    for eager, compiled in run_on_cpu(losses_of_both, inputs, profile=profile):
+@pytest.mark.parametrize(("profile", "name"), [("fsdp", "sft-tied"), ("zero3", "sft-tied"), ("zero3", "sft-lora")])
+def test_every_profile_trains_compiled_layers_or_leaves_them_alone(inputs: Path, profile: str, name: str) -> None:
+    for eager, compiled, is_compiled in run_on_cpu(losses_of_both, inputs, name, profile=profile):
         assert compiled == pytest.approx(eager, rel=3e-4)
+        assert is_compiled == (name != "sft-lora"), "where something is frozen, ZeRO-3's hooks stand inside of layers"

@@ -259,20 +259,25 @@ def test_zero3_keeps_rounded_pieces_of_a_whole_language_model_that_is_on_the_dev
     ):
         parts = estimate(asked, LLAMA_1B, load_profile(name).shares(4), rows=1, tokens=64, mode="none").parts
         assert parts["rounded weights"] == more, (name, asked)
+    experts = Sizes(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None, has_experts=True))
+    parts = estimate(bf16, experts, load_profile("zero3").shares(4), rows=1, tokens=64, mode="none").parts
+    assert parts["rounded weights"] == 0, "experts are no modules that only multiply"
     parts = estimate(bf16, LLAMA_1B, Shares(0, 4, 0, has_masters=True), rows=1, tokens=64, mode="none").parts
     assert parts["rounded weights"] == 0, "pieces that wait on the host are cast on their way"
 
 
 @pytest.mark.parametrize("profile", ["single", "ddp", "fsdp", "zero2", "zero3", "zero3_offload"])
-def test_check_knows_that_zero3_compiles_no_layer(profile: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_check_knows_that_zero3_compiles_no_layer_with_an_adapter(profile: str, adapter: str, tmp_path: Path) -> None:
     from ftcli.checks import _memory_fact
 
     folder = str(save_tiny_causal(tmp_path))
     told = set()
     for asks in (False, True):
-        asked = recipe(model={"name": folder, "torch_compile": asks}, data={"train": "x", "max_length": 2**20})
+        model = {"name": folder, "torch_compile": asks}
+        asked = recipe(model=model, data={"train": "x", "max_length": 2**20}, adapter={"type": adapter})
         told |= set(_memory_fact(asked, load_profile(profile), derive_plan(asked, 2), cpu=True).values())
-    assert (len(told) == 1) == profile.startswith("zero3")
+    assert (len(told) == 1) == (profile.startswith("zero3") and adapter == "lora")
 
 
 def test_gradients_take_the_room_of_activations_only_where_nothing_is_added_up() -> None:

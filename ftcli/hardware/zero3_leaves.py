@@ -65,8 +65,9 @@ def sharing_casts(accelerator: Accelerator) -> Iterator[None]:
         zero.empty_partition_cache()  # an evaluation left them whole, in float32
     exact = [weight.ds_tensor.data for weight in weights]
     try:
-        _round(weights)
-        _gather_after_this(zero, accelerator.device)
+        if weights:
+            _round(weights)
+            _gather_after_this(zero, accelerator.device)
         yield
     finally:
         for weight, piece in zip(weights, exact, strict=True):
@@ -79,21 +80,18 @@ def _round(weights: list[Any]) -> None:
     """Let pieces be in 16 bits; a step that makes them float32 again lets go of those."""
     exact = [weight.ds_tensor.data for weight in weights]
     rounded = [torch.empty_like(piece, dtype=weight.comm_dtype) for weight, piece in zip(weights, exact, strict=True)]
-    if weights:
-        torch._foreach_copy_(rounded, exact)
+    torch._foreach_copy_(rounded, exact)
     for weight, piece in zip(weights, rounded, strict=True):
         weight.ds_tensor.data = piece
 
 
 def _gather_after_this(zero: Any, device: torch.device) -> None:
     """Let DeepSpeed's stream of gatherings wait for what is under way, which by itself it would not."""
-    if device.type != "cuda":
-        return
     stream = getattr(zero.parameter_offload, GATHERING, None)
-    if stream is None:  # of another name in another version
-        torch.cuda.current_stream().synchronize()
-    else:
+    if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
+    elif device.type == "cuda":  # another version has another name for it
+        torch.cuda.current_stream().synchronize()
 
 
 def _rounded(zero: Any, accelerator: Accelerator) -> list[Any]:

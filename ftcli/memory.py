@@ -174,7 +174,8 @@ def estimate(
     shape, batch = sizes.shape, rows * tokens
     if shares.weights != 1:  # a layer's weights and its gradients are whole while it is at work, and the next one's
         layer = shape.hidden * (2 * shape.attention + 2 * shape.keys + 3 * shape.inner)
-        parts["gathered"] = held * (3 * layer + shape.vocabulary * shape.hidden)
+        arrives = 2 if parts["rounded weights"] else held
+        parts["gathered"] = 3 * arrives * layer + held * shape.vocabulary * shape.hidden
     one = shape.kept(recipe.precision, "none", compiled=compiled)  # of the layer that is at work
     layer = shape.kept(recipe.precision, mode, compiled=compiled)
     kept = 0 if recipe.model.activation_offloading else shape.layers * layer
@@ -235,9 +236,9 @@ def choose(
     tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
     limit = math.inf if capacity is None else USABLE * capacity
-    # ZeRO-3 has gradients from the start, and so have DDP's buckets; rows that are tried one by one are added up.
+    # DeepSpeed has gradients from the start, and so have DDP's buckets; rows that are tried one by one are added up.
     by_itself = plan.processes == 1 or shares.gradients != 1
-    anew = plan.accumulation == 1 and by_itself and not shares.has_masters and recipe.batch.micro_size != "auto"
+    anew = plan.accumulation == 1 and by_itself and not shares.zero_stage and recipe.batch.micro_size != "auto"
     how: dict[str, Any] = {"rows": rows, "tokens": tokens, "anew": anew}
     found = {
         mode: estimate(recipe, sizes, shares, mode=mode, compiled=compiled and mode != "selective", **how)

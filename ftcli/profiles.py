@@ -41,12 +41,17 @@ class Shares:
     weights: int = 1
     gradients: int = 1
     optimizer: int = 1
-    has_masters: bool = False  # the optimizer keeps weights of its own beside those of the model
+    zero_stage: int = 0  # of DeepSpeed; 0: it is another backend
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer keeps weights of its own beside those of the model; at stage 3 it steps these."""
+        return self.zero_stage in (1, 2) or (self.is_stage_3 and self.weights == 0)
 
     @property
     def is_stage_3(self) -> bool:
         """Whether it is ZeRO-3, whose own linear keeps no cast of its weight for the backward pass."""
-        return self.has_masters and self.weights != 1
+        return self.zero_stage == 3
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class Profile:
         stage, optimizer, weights = self._zero()
         parts = processes if optimizer == "none" else 0
         cut_weights = 1 if stage < 3 else processes if weights == "none" else 0
-        return Shares(cut_weights, parts if stage >= 2 else 1, parts if stage >= 1 else 1, has_masters=True)
+        return Shares(cut_weights, parts if stage >= 2 else 1, parts if stage >= 1 else 1, zero_stage=stage)
 
     def as_yaml(self) -> str:
         """Return the profile as the run folder keeps it: a file that `load_profile` takes."""

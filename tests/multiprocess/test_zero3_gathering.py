@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ftcli.testing import run_on_cpu, save_tiny_causal
 
@@ -49,7 +48,7 @@ def gathered(folder: Path, precision: str, bucket: int = 10**8) -> dict[str, lis
     arrange, gather = deepspeed.arrange, partition_parameters._dist_allgather_fn
     found: dict[str, list[tuple[Any, list[str], Counter[str]]]] = {}
     for name in NAMES:
-        for arranges in (lambda model, half: None, arrange):
+        for arranges in (lambda model, half: arrange(model, None), arrange):
             deepspeed.arrange, sent = arranges, Counter[str]()
 
             def count(mine: Any, whole: Any, group: Any = None, sent: Counter[str] = sent) -> Any:
@@ -213,46 +212,6 @@ def test_a_layer_gathers_its_weights_at_once_unless_some_are_frozen(inputs: Path
             assert layers == modules if name == "sft-lora" else layers < modules / 2, name
 
 
-def whole_weights(folder: Path) -> dict[bool, list[tuple[int, int]]]:
-    """Return, as they are and compiled, how many of the layers' weights are whole at the head, and how many were."""
-    from ftcli.hardware import deepspeed
-    from ftcli.loop import steps
-    from ftcli.run import prepare
-
-    none_stays = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 0)
-    sizes = none_stays | {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 100}
-    deepspeed.STAGE_3 = deepspeed.STAGE_3 | sizes
-    found: dict[bool, list[tuple[int, int]]] = {}
-    for compiled in (False, True):
-        section = {"name": str(folder / "untied"), "dropout": 0.0, "torch_compile": compiled}
-        run = prepare(cell(folder, "sft-untied", model=section, precision="bf16", train={"max_steps": 3}), cpu=True)
-        assert run.compiled == compiled
-        model: Any = run.hardware.unwrap(run.model)
-        gathered: list[StorageWeakRef] = []
-
-        def look(layer: Any, *_: Any, gathered: list[StorageWeakRef] = gathered) -> None:
-            gathered.extend(StorageWeakRef(w.data.untyped_storage()) for w in layer.parameters() if w.ndim == 2)
-
-        def count(*_: Any, gathered: list[StorageWeakRef] = gathered, compiled: bool = compiled) -> None:
-            alive = sum(not storage.expired() for storage in gathered)
-            found.setdefault(compiled, []).append((alive, len(gathered)))
-            gathered.clear()
-
-        for layer in model.model.layers:
-            layer.register_forward_pre_hook(look)
-        model.lm_head.register_forward_pre_hook(count)
-        for _ in steps(run):
-            pass
-    return found
-
-
-@pytest.mark.slow
-def test_compiled_layers_keep_no_weight_whole_for_the_backward_pass(inputs: Path) -> None:
-    for rank in run_on_cpu(whole_weights, inputs, processes=2, profile="zero3"):
-        for compiled, seen in rank.items():
-            assert seen and all(alive == 0 < gathered for alive, gathered in seen), (compiled, seen)
-
-
 def recomputed(folder: Path) -> dict[str, list[list[float]]]:
     """Return losses of each recipe, all kept and products kept, where some weights stay to their next use, not all."""
     from ftcli.hardware import deepspeed
@@ -327,3 +286,27 @@ def test_a_whole_layer_is_gathered_ahead_unless_the_profile_says_another_number(
     for silent, said in run_on_cpu(ahead, inputs, processes=2, profile="zero3"):
         assert silent == (silent[2], 3 * silent[2], silent[2])
         assert said[:2] == (5, 6)
+
+
+def held(folder: Path) -> dict[str, tuple[bool, bool]]:
+    """Return of each precision whether masters lie where pieces do after a step, and whether a step moved them."""
+    from ftcli.loop import steps
+    from ftcli.run import prepare
+
+    found = {}
+    for precision in ("fp32", "bf16"):
+        run: Any = prepare(cell(folder, "sft-untied", precision=precision, train={"max_steps": 3}), cpu=True)
+        zero = run.model.optimizer
+        before = [piece.clone() for piece in zero.fp16_partitioned_groups_flat]
+        list(steps(run))
+        pairs = list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
+        same = all(master.data_ptr() == piece.data_ptr() for master, piece in pairs)
+        moved = not any(torch.equal(piece, old) for (_, piece), old in zip(pairs, before, strict=True))
+        found[precision] = (same, moved)
+    return found
+
+
+@pytest.mark.parametrize("profile", ["zero3", pytest.param("zero3_offload", marks=pytest.mark.slow)])
+def test_what_is_stepped_is_what_is_gathered_and_there_is_no_second_set(profile: str, inputs: Path) -> None:
+    for rank in run_on_cpu(held, inputs, processes=2, profile=profile):
+        assert rank == {"fp32": (True, True), "bf16": (True, True)}

@@ -68,9 +68,12 @@ def test_what_a_process_holds_by_hand() -> None:
         "copies of weights": 0,
         "rounded weights": 0,
     }
-    cut = estimate(recipe(precision="bf16"), sizes, Shares(2, 4, 4, has_masters=True), rows=1, tokens=1, mode="none")
-    wanted = {"weights": 2250, "gradients": 1000, "optimizer": 3000, "copies of weights": 2000, "rounded weights": 1000}
-    assert cut.parts == wanted
+    cut = estimate(recipe(precision="bf16"), sizes, Shares(2, 4, 4, zero_stage=3), rows=1, tokens=1, mode="none")
+    wanted = {"weights": 2250, "gradients": 1000, "optimizer": 2000, "copies of weights": 2000, "rounded weights": 1000}
+    assert cut.parts == wanted, "the optimizer steps the model's own weights"
+    for shares in (Shares(1, 4, 4, zero_stage=2), Shares(0, 4, 4, zero_stage=3)):
+        whole = estimate(recipe(), sizes, shares, rows=1, tokens=1, mode="none").parts["optimizer"]
+        assert whole == 3000, "it steps copies of theirs"
     pure = estimate(recipe(precision="bf16_pure"), sizes, Shares(), rows=1, tokens=1, mode="none")
     assert pure.total == 500 + 12 * 1000, "12 bytes an element, as adamw_bf16.py says"
     assert estimate(recipe(), sizes, Shares(0, 0, 0), rows=1, tokens=1, mode="none").total == 0
@@ -120,9 +123,9 @@ def test_true_and_false_are_full_and_none_and_no_other_word_is_known() -> None:
         ("fsdp", Shares(4, 4, 4)),
         ("hsdp", Shares(2, 2, 2)),
         ("fsdp_offload", Shares(0, 0, 0)),
-        ("zero2", Shares(1, 4, 4, has_masters=True)),
-        ("zero3", Shares(4, 4, 4, has_masters=True)),
-        ("zero3_offload", Shares(0, 0, 0, has_masters=True)),
+        ("zero2", Shares(1, 4, 4, zero_stage=2)),
+        ("zero3", Shares(4, 4, 4, zero_stage=3)),
+        ("zero3_offload", Shares(0, 0, 0, zero_stage=3)),
     ],
 )
 def test_a_file_and_the_environment_it_becomes_cut_alike(profile: str, shares: Shares) -> None:
@@ -214,7 +217,7 @@ def test_the_estimate_of_compiled_layers_is_the_peak_that_was_seen(
 
 @pytest.mark.parametrize(
     ("profile", "processes", "mode", "measured"),
-    [("fsdp", 2, "none", 98.5), ("fsdp", 4, "none", 74.4), ("zero3", 2, "selective", 125.3)],
+    [("fsdp", 2, "none", 98.5), ("fsdp", 4, "none", 74.4), ("zero3", 2, "selective", 107.3)],
 )
 def test_the_estimate_of_shards_is_the_peak_that_was_seen(
     profile: str, processes: int, mode: str, measured: float
@@ -233,7 +236,7 @@ def test_casts_stay_but_where_weights_travel_cast_or_deepspeed_multiplies() -> N
     asked = {name: recipe(task="sft", precision=name) for name in ("bf16", "fp16", "fp8")}
     asked["labels"] = recipe(task="text_classification", precision="bf16")
     experts = Sizes(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None, has_experts=True))
-    fsdp, zero3 = Shares(2, 2, 2), Shares(2, 2, 2, has_masters=True)
+    fsdp, zero3 = Shares(2, 2, 2), Shares(2, 2, 2, zero_stage=3)
     for name, sizes, shares, stays in (
         ("bf16", LLAMA_1B, Shares(), True),
         ("bf16", LLAMA_1B, fsdp, False),
@@ -262,7 +265,7 @@ def test_zero3_keeps_rounded_pieces_of_a_whole_language_model_that_is_on_the_dev
     experts = Sizes(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None, has_experts=True))
     parts = estimate(bf16, experts, load_profile("zero3").shares(4), rows=1, tokens=64, mode="none").parts
     assert parts["rounded weights"] == 0, "experts are no modules that only multiply"
-    parts = estimate(bf16, LLAMA_1B, Shares(0, 4, 0, has_masters=True), rows=1, tokens=64, mode="none").parts
+    parts = estimate(bf16, LLAMA_1B, Shares(0, 4, 0, zero_stage=3), rows=1, tokens=64, mode="none").parts
     assert parts["rounded weights"] == 0, "pieces that wait on the host are cast on their way"
 
 

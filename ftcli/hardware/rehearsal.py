@@ -38,6 +38,11 @@ def start_on_cpu() -> None:
     name_the_device()
     if "WORLD_SIZE" in os.environ and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        from deepspeed.ops import __compatible_ops__
+
+        # It would compile what only inference uses, and wait for ever for a build that was killed.
+        __compatible_ops__["deepspeed_shm_comm"] = False
     state = PartialState(cpu=True)
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and state.backend is not None:
         # Accelerate enters FSDP from its GPU types only; the device stays the CPU.

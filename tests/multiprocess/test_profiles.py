@@ -142,3 +142,17 @@ def twice(folder: Path) -> tuple[Any, Any]:
     from .cells import train_recipe
 
     return train_recipe(cell(folder, "sft-lora")), train_recipe(cell(folder, "sft-lora"))
+
+
+def own_operation(folder: Path) -> bool:
+    """Say whether DeepSpeed compiled an operation for talks between processes of one machine."""
+    from deepspeed.comm import comm
+
+    from ftcli.run import prepare
+
+    prepare(cell(folder, "sft-tied"), cpu=True)
+    return comm.cdb.shm_comm_op is not None
+
+
+def test_a_rehearsal_under_deepspeed_compiles_nothing_that_a_killed_build_could_hold_up(inputs: Path) -> None:
+    assert run_on_cpu(own_operation, inputs, processes=2, profile="zero2") == [False, False]

@@ -195,9 +195,10 @@ def _frees_casts(recipe: Recipe, shape: Shape | None, shares: Shares) -> bool:
     Autocast keeps those of a whole forward pass, also of layers that are computed again; not what the profile keeps
     none of, nor what travels cast already (hardware/fsdp_units.py). Products of experts are cast as ever.
     """
-    if shares.weights == 1 or shape is None or shape.has_experts:
+    if shape is None or shape.has_experts:
         return False
-    return shares.is_stage_3 or (recipe.task in LANGUAGE and recipe.adapter.type == "none")
+    is_whole_model = recipe.task in LANGUAGE and recipe.adapter.type == "none"
+    return shares.is_stage_3 or (shares.weights != 1 and is_whole_model)
 
 
 def _rounds_pieces(recipe: Recipe, shape: Shape | None, shares: Shares) -> bool:

@@ -105,7 +105,7 @@ class Profile:
             devices = ((zero.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param"))
             return int(zero.get("stage") or 0), *devices
         devices = (section.get(f"offload_{name}_device") or "none" for name in ("optimizer", "param"))
-        return int(section.get("zero_stage") or 0), *devices
+        return int(section.get("zero_stage", 2)), *devices  # 2: Accelerate's own
 
     def shares(self, processes: int) -> Shares:
         """Return how weights, gradients and optimizer state are cut on that many processes."""

@@ -134,6 +134,12 @@ def test_a_file_and_the_environment_it_becomes_cut_alike(profile: str, shares: S
     assert profile_from_environment(environment).shares(4) == shares
 
 
+def test_a_stage_that_a_profile_leaves_open_is_accelerates_own(tmp_path: Path) -> None:
+    file = tmp_path / "open.yaml"
+    file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero3_init_flag: false\n")
+    assert load_profile(file).shares(4) == Shares(1, 4, 4, zero_stage=2)
+
+
 def test_sizes_are_those_of_the_files_and_an_adapter_is_a_small_part(tmp_path: Path) -> None:
     folder = save_tiny_causal(tmp_path)
     whole = sizes_in(folder, recipe())
@@ -245,6 +251,7 @@ def test_casts_stay_but_where_weights_travel_cast_or_deepspeed_multiplies() -> N
         ("labels", LLAMA_1B, fsdp, True),
         ("bf16", experts, fsdp, True),
         ("bf16", LLAMA_1B, zero3, False),
+        ("bf16", LLAMA_1B, Shares(zero_stage=3), False),
         ("labels", LLAMA_1B, zero3, False),
         ("bf16", experts, zero3, True),
     ):

@@ -17,6 +17,7 @@ from .ddp import norm_of
 from .state import NOTHING, Piece, Slot, live, trained
 from .zero3_leaves import leaves_of
 from .zero3_leaves import sharing_casts as sharing_casts  # of the products inside of them
+from .zero3_sums import is_one_machine, send_as_they_come
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -52,8 +53,11 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
     if recipe.precision == "bf16_pure":  # never under bf16: it would make the float32 weights out of rounded ones
         config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     zero = config["zero_optimization"]
-    for name, size in STAGE_3.items() if zero.get("stage") == 3 else ():
-        zero.setdefault(name, size)
+    if zero.get("stage") == 3:
+        for name, size in STAGE_3.items():
+            zero.setdefault(name, size)
+        if recipe.precision in ("bf16", "fp16", "fp8") and is_one_machine(accelerator.num_processes):
+            zero.setdefault("contiguous_gradients", False)  # no bucket that makes them float32: zero3_sums.py
     # An optimizer on the host stays ours: Accelerate would swap in DeepSpeed's, compiled at run time.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 
@@ -150,6 +154,8 @@ def arrange(model: nn.Module, half: torch.dtype | None) -> None:
     hooks = engine.optimizer.parameter_offload
     for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
         setattr(hooks, name, _unseen(getattr(hooks, name)))
+    if half is not None:
+        send_as_they_come(engine.optimizer, torch.distributed.get_world_size())
     for weight in fsdp_units.products(unwrap(model)) if half is not None else ():
         if weight.dtype == torch.float32 and not weight.ds_persist:
             weight.comm_dtype = half

@@ -9,6 +9,7 @@ rounds it again, and gradients go back the same way: copies of all weights, 88 o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from ..base_model import layers_of
+from .zero3_sums import sends_as_they_come
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -95,14 +97,16 @@ def _gather_after_this(zero: Any, device: torch.device) -> None:
 
 
 def _rounded(zero: Any, accelerator: Accelerator) -> list[Any]:
-    """Return weights of leaves that travel in 16 bits, and whose gradients DeepSpeed sums in float32 all the same.
+    """Return weights of leaves that travel in 16 bits, and whose gradients are summed in float32 all the same.
 
-    It makes them float32 in the bucket of its sums, if one fits in there. Gradients of what is no leaf are taken by
-    hooks that know the dtype a weight had when they were made. Offloaded pieces are cast on their way as ever, and so
-    are those that a machine keeps further copies of, and all where what travels is of one dtype or in fewer bits.
+    zero3_sums.py does, or DeepSpeed's own bucket that makes them float32, if one fits in there. Gradients of what is no
+    leaf are taken by hooks that know the dtype a weight had when they were made. Offloaded pieces are cast on their way
+    as ever, and so are those that a machine keeps further copies of, and all where what travels is of one dtype or in
+    fewer bits.
     """
     config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     fits = zero.reduce_bucket_size if getattr(zero, "contiguous_gradients", False) else 0
+    fits = math.inf if sends_as_they_come(zero) else fits
     if any(config.get(name) for name in OTHERWISE):
         return []
     return [

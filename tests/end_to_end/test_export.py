@@ -304,6 +304,6 @@ def test_an_export_holds_a_few_shards_of_a_model_and_not_all_of_it(
         (last, "float32", "1GB"),
     )
     assert final < weights / 4 and cut < weights / 4
-    assert whole > 0.9 * weights  # what is measured can fail: one shard of everything is the whole model
+    assert whole > 0.75 * weights  # what is measured can fail: one shard of everything is the whole model
     assert len(list((tmp_path / "e1").glob("model-*.safetensors"))) > 20
     assert len(list((tmp_path / "e2").glob("model-*.safetensors"))) > 40

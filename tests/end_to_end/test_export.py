@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -246,7 +247,7 @@ def test_what_two_processes_saved_is_exported_as_what_one_saved(
 
 
 MEASURED = """
-import re, sys, threading, time
+import gc, re, sys, threading, time
 from pathlib import Path
 import peft, safetensors.torch, torch
 import ftcli.checkpoint, ftcli.exports, transformers.models.llama.modeling_llama
@@ -263,6 +264,7 @@ peaks = [held()]
 threading.Thread(target=watch, daemon=True).start()
 for number, one in enumerate(sys.argv[2:]):
     source, dtype, size = one.split("|")
+    gc.collect()
     peaks[:] = [held()]
     ftcli.exports.export(source, f"{sys.argv[1]}/e{number}", dtype=dtype, shard_size=size)
     print(max(peaks) - peaks[0])
@@ -275,7 +277,9 @@ def megabytes_held(folder: Path, *exports: tuple[Path, str, str]) -> list[float]
     Files that are mapped do not count: the system takes their pages back when it needs them.
     """
     command = [sys.executable, "-c", MEASURED, str(folder), *("|".join(map(str, one)) for one in exports)]
-    measured = subprocess.run(command, capture_output=True, text=True)
+    # Freed tensors go back to the system at once: what the heap keeps of one export would hide the next one's.
+    settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    measured = subprocess.run(command, capture_output=True, text=True, env=settings)
     assert measured.returncode == 0, measured.stderr[-3000:]
     return [float(word) for word in measured.stdout.split()]
 
@@ -304,6 +308,6 @@ def test_an_export_holds_a_few_shards_of_a_model_and_not_all_of_it(
         (last, "float32", "1GB"),
     )
     assert final < weights / 4 and cut < weights / 4
-    assert whole > 0.75 * weights  # what is measured can fail: one shard of everything is the whole model
+    assert whole > 0.9 * weights  # what is measured can fail: one shard of everything is the whole model
     assert len(list((tmp_path / "e1").glob("model-*.safetensors"))) > 20
     assert len(list((tmp_path / "e2").glob("model-*.safetensors"))) > 40

@@ -197,16 +197,19 @@ def _frees_casts(recipe: Recipe, shape: Shape | None, shares: Shares) -> bool:
     """
     if shape is None or shape.has_experts:
         return False
-    is_whole_model = recipe.task in LANGUAGE and recipe.adapter.type == "none"
-    return shares.is_stage_3 or (shares.weights != 1 and is_whole_model)
+    return shares.is_stage_3 or (shares.weights != 1 and _trains_language_model(recipe))
 
 
 def _rounds_pieces(recipe: Recipe, shape: Shape | None, shares: Shares) -> bool:
     """Say whether ZeRO-3 keeps its pieces in 16 bits too while it trains (hardware/zero3_leaves.py); not experts'."""
     if shape is not None and shape.has_experts:
         return False
-    is_whole_model = recipe.task in LANGUAGE and recipe.adapter.type == "none"
-    return shares.is_stage_3 and is_whole_model and recipe.precision in ("bf16", "fp16")
+    return shares.is_stage_3 and _trains_language_model(recipe) and recipe.precision in ("bf16", "fp16")
+
+
+def _trains_language_model(recipe: Recipe) -> bool:
+    """Say whether all of a language model is trained: its products then travel cast (hardware/fsdp_units.py)."""
+    return recipe.task in LANGUAGE and recipe.adapter.type == "none"
 
 
 def optimizer_bytes(recipe: Recipe) -> int:

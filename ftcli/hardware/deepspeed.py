@@ -14,10 +14,12 @@ from ..base_model import layers_of
 from . import fsdp_units, loading
 from .ddp import cut_ahead as cut_ahead  # the same
 from .ddp import norm_of
+from .precision import AUTOCAST
 from .state import NOTHING, Piece, Slot, live, trained
+from .sums import in_one_machine
 from .zero3_leaves import leaves_of
 from .zero3_leaves import sharing_casts as sharing_casts  # of the products inside of them
-from .zero3_sums import is_one_machine, send_as_they_come
+from .zero3_sums import send_as_they_come
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 
-# Elements of a bucket in which stage 3 sums gradients over ranks, where the profile's file does not say: 1 GB in
-# float32, which NCCL moves as fast as DeepSpeed's own 2 GB (5e8), in a buffer that is that much smaller. The largest
-# matrix of a 70B model's layer fits, so that its pieces are rounded once, too (zero3_leaves.py).
+# Elements of a bucket in which stage 3 sums gradients over ranks, where the profile's file does not say: up to 1 GB,
+# which NCCL moves as fast as DeepSpeed's own 2 GB (5e8), in a buffer that is that much smaller. The largest matrix of a
+# 70B model's layer fits, so that its pieces are rounded once, too (zero3_leaves.py).
 STAGE_3 = {"reduce_bucket_size": 250_000_000}
 # DeepSpeed's own numbers of elements: gathered ahead, whole at a time, and up to which a weight is always whole.
 PREFETCHED, LIVE, PERSISTENT = 50_000_000, 1_000_000_000, 100_000
@@ -56,7 +58,7 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
     if zero.get("stage") == 3:
         for name, size in STAGE_3.items():
             zero.setdefault(name, size)
-        if recipe.precision in ("bf16", "fp16", "fp8") and is_one_machine(accelerator.num_processes):
+        if recipe.precision in AUTOCAST and in_one_machine(accelerator.num_processes):
             zero.setdefault("contiguous_gradients", False)  # no bucket that makes them float32: zero3_sums.py
     # An optimizer on the host stays ours: Accelerate would swap in DeepSpeed's, compiled at run time.
     config.setdefault("zero_force_ds_cpu_optimizer", False)

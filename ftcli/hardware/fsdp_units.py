@@ -6,19 +6,19 @@
 
 A cast commutes with gathering, so every product is that of a model that is whole, to the last bit; norms that travelled
 in bfloat16 would stand still for many updates (precision.py). Gradients are summed over ranks in float32; those of such
-products have 16 bits when they come, so where all shards are in one machine they travel as they are, and every rank
-adds up what it got (`Float32Sums`): half the bytes, and the same sum but for the order of its float32 additions.
+products have 16 bits when they come, so where all shards are in one machine they travel as they are (sums.py).
 The small unit has no hooks: hooks inside of layers would cut the graphs that layers are compiled to.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from .sums import add_up, in_one_machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,13 +115,11 @@ def _gather(unit: Any) -> None:
 def send_gradients_in_16_bits(model: nn.Module) -> bool:
     """Let units that travel in 16 bits send their gradients so, where shards are in one machine; say whether any does.
 
-    Between machines of eight ranks the bytes would not be half but up to four times as many: each rank sends to every
-    other, where NCCL's ring crosses from one machine to the next but once. Gradients must come as the backward pass
-    made them: sums over micro-batches have more than 16 bits.
+    Gradients must come as the backward pass made them: sums over micro-batches have more than 16 bits.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    here, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), False
+    found = False
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
@@ -131,7 +129,7 @@ def send_gradients_in_16_bits(model: nn.Module) -> bool:
         ]
         if policy.param_dtype is None or policy.reduce_dtype != torch.float32 or not shards:
             continue
-        if shards[0] > 1 and here % shards[0] == 0:  # neighbouring ranks share a copy of the model
+        if shards[0] > 1 and in_one_machine(shards[0]):  # neighbouring ranks share a copy of the model
             unit.set_custom_reduce_scatter(Float32Sums(policy.param_dtype, shards[0]))  # type: ignore[arg-type]
             found = True
     return found
@@ -156,7 +154,4 @@ class Float32Sums:
         """Fill `output_tensor [N / ranks]` with this rank's part of the sum, or the mean, of all inputs `[N]`."""
         assert (input_tensor.dtype, output_tensor.dtype) == (self.dtype, torch.float32)
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and not async_op, "FSDP2 asks for nothing else"
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        add = torch.mean if op == dist.ReduceOp.AVG else torch.sum
-        add(received.view(group.size(), -1), dim=0, dtype=torch.float32, out=output_tensor)
+        add_up(input_tensor.view(group.size(), -1), group, mean=op == dist.ReduceOp.AVG, out=output_tensor)

@@ -1,14 +1,11 @@
-"""How ZeRO-3 averages gradients over ranks: those that come in 16 bits are sent so and added up in float32.
+"""How ZeRO-3 averages gradients over ranks: those that come in 16 bits are sent so, inside of one machine (sums.py).
 
 By itself DeepSpeed copies each into a float32 bucket, lays that out by rank, divides it and sends twice the bytes: 73
-of 951 ms of an 8B shape on two H200s, and 131 ms of sums beside what computes. The mean is the same but for the order
-of its float32 additions, as under FSDP2 (fsdp_units.py). Not between machines, where each rank would send to every
-other.
+of 951 ms of an 8B shape on two H200s, and 131 ms of sums beside what computes.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,13 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .sums import add_up, in_one_machine
+
 AVERAGE = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"  # DeepSpeed 0.19's, which has no other word for it
 Average = Callable[[list[Any], torch.dtype], list[Tensor]]
-
-
-def is_one_machine(processes: int) -> bool:
-    """Say whether all processes of a run are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == processes
 
 
 def send_as_they_come(zero: Any, processes: int) -> bool:
@@ -32,7 +26,7 @@ def send_as_they_come(zero: Any, processes: int) -> bool:
     Not where its buckets make them float32, which `contiguous_gradients` says, nor where it sends them in fewer bits.
     """
     plain = getattr(zero, AVERAGE, None)
-    if plain is None or zero.contiguous_gradients or zero.all2all_process_group or not is_one_machine(processes):
+    if plain is None or zero.contiguous_gradients or zero.all2all_process_group or not in_one_machine(processes):
         return False
     setattr(zero, AVERAGE, partial(_average, plain))
     return True
@@ -62,10 +56,8 @@ def _mean(gradients: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
         else gradient.reshape(ranks, length)
         for gradient, length in zip(gradients, lengths, strict=True)
     ]
-    sent = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)  # row r is what rank r adds up
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    means = received.mean(dim=0, dtype=torch.float32).split(lengths)
+    parts = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+    means = add_up(parts, group, mean=True).split(lengths)
     return [
         mean[: max(0, min(length, gradient.numel() - rank * length))]
         for mean, length, gradient in zip(means, lengths, gradients, strict=True)

@@ -39,25 +39,22 @@ KNOWN = {
 # Seconds of a step that compiled layers save, for each feature (H + I) of each layer and token: what an H200 saved of a
 # Llama-3.2-1B shape in bf16 (benchmarks/README.md). Memory that is slower saves more.
 SAVED = 2.3e-11
-WHY_NOT = {  # when a backend lets layers be compiled -> why not at other times
-    "asked": "what it is worth where this profile gathers whole layers was not measured; a recipe may ask for it",
-    "never": "this profile fetches weights by hooks inside of layers",
-}
+HOOKS = "this profile fetches weights by hooks inside of layers"
 LEAST_SAVED = 60.0  # seconds of a run: compiling takes a part of a minute, and makes the first steps hard to judge
 
 
 def settle_compile(
-    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, *, place: str, may: str
+    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, *, place: str, may: bool
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe with `model.torch_compile` decided, and on GPUs a line for the log where layers are left alone.
 
-    `recomputed`: what the backward pass computes again; `may`: whether the backend lets layers be compiled `unasked`,
-    only if `asked`, or `never`, although the recipe asks for it: then other kernels may take its place. Where it was
-    left open, layers that cannot be compiled run as they are.
+    `recomputed`: what the backward pass computes again; `may`: whether the backend lets layers be compiled. Where it
+    does not, other kernels may take their place, although the recipe asks for it. Where it was left open, layers that
+    cannot be compiled run as they are.
     """
     asked = recipe.model.torch_compile
-    if asked and may == "never":
-        return _decided(recipe, compiled=False), ["torch_compile: left out, " + WHY_NOT[may]]
+    if asked and not may:
+        return _decided(recipe, compiled=False), [f"torch_compile: left out, {HOOKS}"]
     if asked:
         _dynamo().suppress_errors = False
     if asked is not None:
@@ -82,7 +79,9 @@ def _dynamo() -> Any:
     return torch._dynamo.config
 
 
-def _why_not(model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, may: str) -> str | None:
+def _why_not(
+    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, may: bool
+) -> str | None:
     """Return why a model on a GPU is not compiled where the recipe leaves it open, in a few words; None: it is."""
     config: Any = getattr(base_model_of(model), "config", None)
     kind = getattr(config, "model_type", None)
@@ -93,8 +92,8 @@ def _why_not(model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, r
         return "float32 is for numbers that nothing else rounds"
     if recipe.model.quantization is not None or recipe.model.activation_offloading or recomputed == "selective":
         return "it does not go with what saves memory here"
-    if may in WHY_NOT:
-        return WHY_NOT[may]
+    if not may:
+        return HOOKS
     if not any(map(shutil.which, COMPILERS)) or find_spec("triton") is None:
         return "it needs a C++ compiler and Triton"
     of_row = recipe.data.max_length if rows.streamed else int(lengths_of(rows.train).sum()) / max(plan.rows or 1, 1)

@@ -50,9 +50,9 @@ class Hardware:
     skips: bool  # a step that is not finite leaves the weights alone
     half: torch.dtype | None  # what products of matrices are cast to; None: they are not
 
-    def may_compile(self, model: nn.Module) -> str:
-        """Return when layers of a model that is not prepared yet may be compiled: `unasked`, `asked` or `never`."""
-        return str(self.backend.may_compile(model))
+    def may_compile(self, model: nn.Module) -> bool:
+        """Say whether layers of a model that is not prepared yet may be compiled."""
+        return bool(self.backend.may_compile(model))
 
     @property
     def steps_on_gpu(self) -> bool:

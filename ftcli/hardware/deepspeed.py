@@ -97,12 +97,10 @@ def reads_once() -> bool:
     return bool(AcceleratorState().deepspeed_plugin.zero3_init_flag)
 
 
-def may_compile(model: nn.Module) -> str:
-    """Return `never` for stage 3 where its hooks stand inside of a layer, `asked` where all layers are leaves."""
-    if not _is_stage_3():
-        return "unasked"
-    leaves = leaves_of(model)
-    return "asked" if leaves and leaves == layers_of(model) else "never"
+def may_compile(model: nn.Module) -> bool:
+    """Say whether no hook stands inside of a layer: at stage 3, where all layers are leaves."""
+    leaves = leaves_of(model) if _is_stage_3() else []
+    return not _is_stage_3() or (bool(leaves) and leaves == layers_of(model))
 
 
 def _is_stage_3() -> bool:

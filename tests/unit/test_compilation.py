@@ -172,7 +172,7 @@ def decided(
     *,
     of: Any = None,
     place: str = "cuda",
-    may: str = "unasked",
+    may: bool = True,
     recomputed: str = "none",
     tokens: int = 2_000_000,
     precision: str = "bf16",
@@ -201,7 +201,7 @@ def test_a_long_run_on_a_gpu_is_compiled_unasked_and_what_cannot_be_compiled_run
     assert torch._dynamo.config.suppress_errors
     given, rows = asked(), PreparedRows(Dataset.from_dict({}), None, {})
     plan = Plan(1, 10, 10, 1, rows=1, steps_per_epoch=1, steps=1, warmup_steps=0)
-    assert settle_compile(large(), given, plan, rows, "none", place="cuda", may="unasked") == (given, [])
+    assert settle_compile(large(), given, plan, rows, "none", place="cuda", may=True) == (given, [])
     assert not torch._dynamo.config.suppress_errors, "who asks for it wants to know why it fails"
 
 
@@ -211,8 +211,7 @@ def test_a_long_run_on_a_gpu_is_compiled_unasked_and_what_cannot_be_compiled_run
         ({"tokens": 20_000}, "too short to win its time back: it would save 8 s"),
         ({"precision": "fp32"}, "float32 is for numbers that nothing else rounds"),
         ({"recomputed": "selective"}, "what saves memory"),
-        ({"may": "never"}, "hooks inside of layers"),
-        ({"may": "asked"}, "a recipe may ask for it"),
+        ({"may": False}, "hooks inside of layers"),
     ],
 )
 def test_where_it_does_not_pay_the_log_says_why(
@@ -224,9 +223,8 @@ def test_where_it_does_not_pay_the_log_says_why(
 
 def test_hooks_inside_of_layers_win_over_a_recipe_that_asks_and_liger_may_take_their_place() -> None:
     rows, plan = PreparedRows(Dataset.from_dict({}), None, {}), Plan(1, 10, 10, 1, 1, 1, 1, 0)
-    for may in ("unasked", "asked"):
-        assert settle_compile(large(), asked(), plan, rows, "none", place="cuda", may=may) == (asked(), [])
-    found, told = settle_compile(large(), asked(), plan, rows, "none", place="cuda", may="never")
+    assert settle_compile(large(), asked(), plan, rows, "none", place="cuda", may=True) == (asked(), [])
+    found, told = settle_compile(large(), asked(), plan, rows, "none", place="cuda", may=False)
     assert told == ["torch_compile: left out, this profile fetches weights by hooks inside of layers"]
     assert found.model.torch_compile is False
     by_compiler = "torch.compile does what they do"

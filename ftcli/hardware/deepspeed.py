@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +12,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..base_model import layers_of
 from . import fsdp_units, loading
 from .ddp import cut_ahead as cut_ahead  # the same
-from .ddp import norm_of
 from .precision import AUTOCAST
 from .state import NOTHING, Piece, Slot, live, trained
 from .sums import in_one_machine
 from .zero3_leaves import leaves_of
 from .zero3_leaves import sharing_casts as sharing_casts  # of the products inside of them
+from .zero3_steps import hasten
 from .zero3_sums import send_as_they_come
 
 if TYPE_CHECKING:
@@ -60,6 +59,8 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
             zero.setdefault(name, size)
         if recipe.precision in AUTOCAST and in_one_machine(accelerator.num_processes):
             zero.setdefault("contiguous_gradients", False)  # no bucket that makes them float32: zero3_sums.py
+    # DeepSpeed's own measuring of samples a second waits for the device twice a step; the log's does not.
+    config.setdefault("timers", {"throughput": {"enabled": False}})
     # An optimizer on the host stays ours: Accelerate would swap in DeepSpeed's, compiled at run time.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 
@@ -149,8 +150,7 @@ def arrange(model: nn.Module, half: torch.dtype | None) -> None:
     engine: Any = model
     if not _is_stage_3():
         return
-    _step_what_is_gathered(engine.optimizer)
-    engine.optimizer.get_grad_norm_direct = partial(_norm, engine.optimizer)
+    hasten(engine)
     hooks = engine.optimizer.parameter_offload
     for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
         setattr(hooks, name, _unseen(getattr(hooks, name)))
@@ -159,27 +159,6 @@ def arrange(model: nn.Module, half: torch.dtype | None) -> None:
     for weight in fsdp_units.products(unwrap(model)) if half is not None else ():
         if weight.dtype == torch.float32 and not weight.ds_persist:
             weight.comm_dtype = half
-
-
-def _step_what_is_gathered(zero: Any) -> None:
-    """Let masters be the very pieces that are gathered, where both are of one dtype on one device.
-
-    DeepSpeed 0.19 means to, yet it compares a device with a name: 4 bytes for each of the rank's elements.
-    """
-    for master, piece in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True):
-        alike = piece is not None and (piece.dtype, piece.device, piece.shape)
-        if alike == (master.dtype, master.device, master.shape):
-            master.data = piece.data
-
-
-def _norm(zero: Any, gradients: list[Tensor], parameters: list[Any]) -> Tensor:
-    """Return the norm of gradients that all ranks have pieces of, or -1, DeepSpeed's word for one that is not finite.
-
-    As every profile takes it: by itself DeepSpeed copies each gradient to float64 (27 of 951 ms, 8B on two H200s).
-    """
-    square = norm_of(gradients, zero.device).double().square()
-    torch.distributed.all_reduce(square, group=parameters[0].ds_process_group)
-    return torch.where(square.isfinite(), square.sqrt(), -1.0)
 
 
 def _unseen(hook: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:

@@ -158,16 +158,17 @@ def spoil(checkpoint: Path, target: Path, fault: str) -> None:
 @contextmanager
 def stale_weights(fault: str) -> Iterator[None]:
     """Leave out what forward passes compute with when a checkpoint is loaded, where it is not what is stepped."""
-    from ftcli.hardware import deepspeed
+    from ftcli.hardware import deepspeed, zero3_steps
 
     cuts = {name: getattr(deepspeed, name) for name in ("_cut_at_stage_2", "_cut_at_stage_3")}
-    found = cuts | {"_step_what_is_gathered": deepspeed._step_what_is_gathered}
+    share = zero3_steps._step_what_is_gathered
     if fault == "stale weights":
-        deepspeed._step_what_is_gathered = lambda zero: None  # as where one of them waits on the host
+        zero3_steps._step_what_is_gathered = lambda zero: None  # as where one of them waits on the host
         for name, cut in cuts.items():
             setattr(deepspeed, name, lambda *a, cut=cut: (piece for piece in cut(*a) if piece.kept != slice(0, 0)))
     yield
-    for name, value in found.items():
+    zero3_steps._step_what_is_gathered = share
+    for name, value in cuts.items():
         setattr(deepspeed, name, value)
 
 

@@ -291,27 +291,3 @@ def test_a_whole_layer_is_gathered_ahead_unless_the_profile_says_another_number(
     for silent, said in run_on_cpu(ahead, inputs, processes=2, profile="zero3"):
         assert silent == (silent[2], 3 * silent[2], silent[2])
         assert said[:2] == (5, 6)
-
-
-def held(folder: Path) -> dict[str, tuple[bool, bool]]:
-    """Return of each precision whether masters lie where pieces do after a step, and whether a step moved them."""
-    from ftcli.loop import steps
-    from ftcli.run import prepare
-
-    found = {}
-    for precision in ("fp32", "bf16"):
-        run: Any = prepare(cell(folder, "sft-untied", precision=precision, train={"max_steps": 3}), cpu=True)
-        zero = run.model.optimizer
-        before = [piece.clone() for piece in zero.fp16_partitioned_groups_flat]
-        list(steps(run))
-        pairs = list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
-        same = all(master.data_ptr() == piece.data_ptr() for master, piece in pairs)
-        moved = not any(torch.equal(piece, old) for (_, piece), old in zip(pairs, before, strict=True))
-        found[precision] = (same, moved)
-    return found
-
-
-@pytest.mark.parametrize("profile", ["zero3", pytest.param("zero3_offload", marks=pytest.mark.slow)])
-def test_what_is_stepped_is_what_is_gathered_and_there_is_no_second_set(profile: str, inputs: Path) -> None:
-    for rank in run_on_cpu(held, inputs, processes=2, profile=profile):
-        assert rank == {"fp32": (True, True), "bf16": (True, True)}

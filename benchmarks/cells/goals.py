@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SPEED = "tokens a second a GPU"
+RUN = 900.0  # seconds between lines of one run, at most: a machine is held for a few calls of ten minutes
 Side = tuple[str, str]  # peer and label of a line
 PLAIN, EXTRAS = ("ftcli", "no extras"), ("ftcli", "extras")
 BARE, FLASH, TRL = ("bare", ""), ("bare", "flash-attn-4"), ("trl", "")
@@ -67,13 +68,16 @@ GOALS = [
 ]
 
 
-def newest(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side) -> dict[str, Any] | None:
-    """Return the last untraced line of a peer and a label with these fields, or None. The ladder has its own."""
-    for line in reversed(lines):
-        fits = (line["peer"], line["label"]) == side and all(line[name] == value for name, value in where.items())
-        if fits and not line["traced"]:
-            return line
-    return None
+def untraced(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side) -> list[dict[str, Any]]:
+    """Return the untraced lines of a peer and a label with these fields, the newest last. The ladder has its own."""
+    fits = [line for line in lines if (line["peer"], line["label"]) == side and not line["traced"]]
+    return sorted((line for line in fits if where.items() <= line.items()), key=lambda line: float(line["time"]))
+
+
+def side_by_side(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the newest two lines that one run measured, for machines differ; the newest of each where none did."""
+    pairs = [(own, other) for own in ours for other in theirs if abs(own["time"] - other["time"]) < RUN]
+    return max(pairs, key=lambda pair: [line["time"] for line in pair], default=(ours[-1], theirs[-1]))
 
 
 def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str]]:
@@ -83,12 +87,12 @@ def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str
     """
     found: list[tuple[Goal, float | None, str]] = []
     for goal in GOALS:
-        ours = newest(lines, goal.where, goal.ours)
-        theirs = newest(lines, goal.where | goal.there, goal.theirs)
-        if ours is None or theirs is None:
-            missing = "ftcli" if ours is None else theirs_name(goal)
-            found.append((goal, None, f"not measured: {missing}"))
+        of_us = untraced(lines, goal.where, goal.ours)
+        of_them = untraced(lines, goal.where | goal.there, goal.theirs)
+        if not of_us or not of_them:
+            found.append((goal, None, f"not measured: {theirs_name(goal) if of_us else 'ftcli'}"))
             continue
+        ours, theirs = side_by_side(of_us, of_them)
         ratio = ours[SPEED] / theirs[SPEED]
         told = "reached" if ratio >= goal.least else "missed"
         if "agrees" not in ours:
@@ -99,6 +103,8 @@ def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str
             told = f"does not count: {spoiled}"
         elif theirs.get("agrees") is False:
             told += "; the curve of the other leaves the reference"
+        if abs(ours["time"] - theirs["time"]) >= RUN:
+            told += "; not of one run"
         found.append((goal, ratio, told))
     return found
 

@@ -110,7 +110,7 @@ def test_a_row_has_the_form_of_its_task() -> None:
 def line(peer: str, speed: float, precision: str = "bf16_pure", **fields: object) -> dict:
     cell = Cell(peer=peer, shape="llama-3.2-1b", length=4096, micro_size=4, task="pretrain", precision=precision)
     found = vars(cell) | {"cell": cell.key, goals.SPEED: speed, "losses": [4.0, 2.0], "grad norms": [1.0, 1.0]}
-    return found | fields
+    return found | {"time": 0.0} | fields
 
 
 def test_a_curve_agrees_within_two_hundredths_of_the_loss_and_five_of_the_norm() -> None:
@@ -169,6 +169,15 @@ def test_a_goal_counts_only_when_our_curve_is_the_reference_s() -> None:
         assert told(lines, what)[1] == "does not count: it rained"
     del ours["agrees"]
     assert told([trl, ours], what)[1] == "does not count: no reference was measured"
+
+
+def test_a_goal_is_a_ratio_of_one_run_where_one_measured_both() -> None:
+    what, later = "1B bf16_pure, of TRL at its best", 10 * goals.RUN
+    trl, ours = line("trl", 100.0), line("ftcli", 120.0, label="extras", agrees=True, time=60.0)
+    faster = line("ftcli", 130.0, label="extras", agrees=True, time=later)
+    assert told([trl, ours, faster], what) == told([faster, ours, trl], what) == (1.2, "reached")
+    assert told([trl, ours, faster, trl | {"time": later + 60.0}], what) == (1.3, "reached")
+    assert told([trl, faster], what) == (1.3, "reached; not of one run")
 
 
 def test_lines_of_the_ladder_or_under_a_profiler_reach_no_goal() -> None:

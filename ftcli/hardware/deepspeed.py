@@ -60,7 +60,7 @@ def configure(accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
         if recipe.precision in AUTOCAST and in_one_machine(accelerator.num_processes):
             zero.setdefault("contiguous_gradients", False)  # no bucket that makes them float32: zero3_sums.py
     # DeepSpeed's own measuring of samples a second waits for the device twice a step; the log's does not.
-    config.setdefault("timers", {"throughput": {"enabled": False}})
+    config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     # An optimizer on the host stays ours: Accelerate would swap in DeepSpeed's, compiled at run time.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 

@@ -29,20 +29,26 @@ def names() -> list[str]:
     return [*ARCHITECTURES, *IMAGES]
 
 
+def save_architecture(kind: str, folder: Path) -> None:
+    """Write a tiny language model with random weights, and a tokenizer."""
+    torch.manual_seed(0)
+    extras = EXTRAS.get(kind, {}) | ({"n_positions": 256} if kind == "gpt2" else {})
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**WORDS, **extras})).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     write_inputs(folder)
     for kind in names():
+        if kind not in IMAGES:
+            save_architecture(kind, folder / kind)
+            continue
         torch.manual_seed(0)
-        if kind in IMAGES:
-            model = AutoModelForImageClassification.from_config(AutoConfig.for_model(kind, **IMAGES[kind]))
-            side = IMAGES[kind].get("image_size", 32)
-            ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder / kind)
-        else:
-            extras = EXTRAS.get(kind, {}) | ({"n_positions": 256} if kind == "gpt2" else {})
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**WORDS, **extras}))
-            tiny_tokenizer().save_pretrained(folder / kind)
+        model = AutoModelForImageClassification.from_config(AutoConfig.for_model(kind, **IMAGES[kind]))
+        side = IMAGES[kind].get("image_size", 32)
+        ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder / kind)
         model.save_pretrained(folder / kind)
     return folder
 

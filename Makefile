@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Not compiled ahead: Python compiles what it imports, which is far less, and installing takes half the time.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: quickstart test test-all lint format clean
+.PHONY: quickstart test test-all test-latest test-browser test-slurm smoke lint format docs docs-reference clean
 .NOTPARALLEL:
 
 quickstart: .venv/.quickstart
@@ -16,20 +16,50 @@ quickstart: .venv/.quickstart
 # Tests start hundreds of processes; each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Tests never reach for the model hub, and two processes share two cores.
-test test-all: export HF_HUB_OFFLINE := 1
-test test-all: export OMP_NUM_THREADS := 1
+test test-all test-latest test-browser test-slurm smoke: export HF_HUB_OFFLINE := 1
+test test-all test-latest test-browser test-slurm smoke: export OMP_NUM_THREADS := 1
 
 # Whole files for each worker: a file's fixtures (launched runs) are made once. Three workers on two cores, because half
 # of the time of tests is waiting for processes. In the order of collection, so that short unit tests come last.
 test: lint
-	$(BIN)/python -m pytest $(WORKERS) -m "not gpu and not slow" --durations 15 --limit-minutes 10
+	$(BIN)/python -m pytest $(WORKERS) -m "not gpu and not slow and not full and not browser" --durations 15
 
-# Exit code 5 says that no test is marked slow, which is no failure.
+# Exit code 5 means that no test is marked slow.
 test-all: test
-	$(BIN)/python -m pytest $(WORKERS) -m "slow and not gpu" --durations 15 --limit-minutes 60 || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest $(WORKERS) -m "slow and not gpu" --durations 15 || [ $$? -eq 5 ]
+
+# Reports in a real browser, from the Debian package chromium (apt-get install chromium).
+test-browser: .venv/.dev
+	$(BIN)/python -m pytest -m browser --durations 0
+
+# Jobs on a real Slurm of two nodes on this machine. Needs root and: apt-get install slurm-wlm munge
+test-slurm: .venv/.dev
+	$(BIN)/python -m pytest tests/slurm/slurm_tests.py --timeout 900 --durations 0
+
+# Whole smoke recipes on the models and data sets of the package index: several minutes each.
+smoke: .venv/.dev
+	$(BIN)/python -m pytest -m full --durations 0
+
+# The fast tests with the newest version of each library below, beside the pinned torch, in an environment of its own.
+# Versions above the bounds of pyproject.toml are installed on purpose: pip reports the conflict, the tests decide.
+LATEST := .venv-latest/bin
+NEWEST := accelerate transformers deepspeed peft datasets
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+test-latest:
+	[ -x $(LATEST)/pip ] || $(PYTHON) -m venv .venv-latest
+	$(LATEST)/python -m pip install --quiet --no-compile '$(TORCH)'
+	$(LATEST)/python -m pip install --quiet --no-compile '$(TORCH)' --editable '.[dev]'
+	$(LATEST)/python -m pip install --quiet --no-compile --upgrade '$(TORCH)' $(NEWEST)
+	@echo "tested versions, and those that constraints.txt pins:"
+	@for name in torch $(NEWEST); do \
+	    $(LATEST)/python -c "from importlib.metadata import version; print('  $$name', version('$$name'))"; \
+	    sed -n "s/^$$name==/    pinned: /p" constraints.txt; \
+	done
+	$(LATEST)/python -m pytest $(WORKERS) -m "not gpu and not slow and not full and not browser" --durations 15
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -39,6 +69,16 @@ lint: .venv/.dev
 format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# A broken link or a page that is missing from the navigation is an error (but not with --quiet, which hides them from
+# --strict too). The result is build/docs/index.html.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: docs-reference
+	$(BIN)/mkdocs build --strict
+
+# The pages in docs/reference that are generated from the code, and the JSON Schema of recipes.
+docs-reference: .venv/.docs
+	$(BIN)/python docs/generators/write.py
 
 # The user's own things stay: runs/ and .venv.
 clean:
@@ -63,3 +103,8 @@ clean:
 	@echo "installing ftcli and what its tests need into .venv"
 	$(INSTALL) --editable '.[dev]'
 	touch .venv/.quickstart $@
+
+.venv/.docs: pyproject.toml constraints.txt .venv/.torch
+	@echo "installing ftcli and what builds its documentation into .venv"
+	$(INSTALL) --editable '.[docs]'
+	touch $@

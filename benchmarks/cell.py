@@ -3,20 +3,21 @@
     python benchmarks/cell.py --shape llama-3.2-1b --length 4096 --micro-size 4 --task sft --peer ftcli --facts FILE
 
 All peers of a cell train the same weights (random, one seed, written once) and the same packed rows in the same order,
-so their curves must agree: the line says how far this one is from the reference, the newest line of the peer `bare` (of
-classifiers `hf-trainer`) of the same cell in the same file. In bf16_pure that is `bare` in bf16, with float32 weights:
-an optimizer that loses updates in bfloat16 is on another curve. Peers:
+so their curves must agree. The line contains the differences from the reference: the newest line of the peer `bare` in
+the same cell and file (for classifiers: of `hf-trainer`, for pairs: of `trl-dpo`). In bf16_pure the reference is `bare`
+in bf16, with float32 weights, because an optimizer that loses updates in bfloat16 follows another curve. Peers:
 
-    ftcli               the program with all its checks on; only what follows the last step is left out
-    bare                the least that trains packed rows on Accelerate
-    trl, trl-default    TRL's SFTTrainer with its best settings, and with its own
+    ftcli               the program with all checks, without the checkpoint and weights after the last step
+    bare                a minimal Accelerate loop over packed rows
+    trl, trl-default    TRL's SFTTrainer with its best settings, and with its defaults
+    trl-dpo             TRL's DPOTrainer with its best settings (task preference)
     unsloth             Unsloth, one GPU; needs a PYTHONPATH with its packages
-    torchtitan          the profile fsdp only, and models whose head is not tied
-    hf-trainer          transformers' Trainer on a classifier; hf-trainer-default: as the example scripts have it
+    torchtitan          the profile fsdp only, and models with an untied head
+    hf-trainer          transformers' Trainer on a classifier; hf-trainer-default: as in the example scripts
 
-`--set KEY=VALUE` is a key of the recipe for ftcli, else a setting of the peer (the files in cells/ list them).
-`--trace FILE` profiles the last three steps and writes where their time went; such a line counts for no table.
-A rehearsal without a GPU: `--shape tiny --length 128 --micro-size 2 --precision fp32 --cpu --steps 8 --warm 3`.
+`--set KEY=VALUE` sets a key of the recipe for ftcli, and a setting of the peer otherwise (the files in cells/ list
+them). `--trace FILE` profiles the last three steps and writes a summary of kernels and gaps. Tables leave traced lines
+out. To try it without a GPU: `--shape tiny --length 128 --micro-size 2 --precision fp32 --cpu --steps 8 --warm 3`.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ from typing import Any
 HOME = Path(__file__).resolve().parent
 sys.path[:0] = [str(HOME), str(HOME.parent)]
 
-from cells.cell import CLASSIFIERS, LANGUAGE, Cell, Inputs, Measured, inputs_of  # noqa: E402
+from cells.cell import CLASSIFIERS, LANGUAGE, PAIRS, Cell, Inputs, Measured, inputs_of  # noqa: E402
+from cells.xformers_build import accept_other_build  # noqa: E402
 
 PEERS = {
     "ftcli": "ours",
     "bare": "bare",
     "trl": "trl_sft",
     "trl-default": "trl_sft",
+    "trl-dpo": "trl_dpo",
     "unsloth": "unsloth_sft",
     "torchtitan": "titan",
     "hf-trainer": "trainer",
@@ -56,24 +59,25 @@ PACKAGES = (
     "torchao", "bitsandbytes", "triton", "torchtitan", "unsloth", "unsloth-zoo", "xformers",
 )  # fmt: skip
 TRACED = 3
-# Liger's rotary embedding. Where cutlass is installed Liger 0.8.5 chooses one that is compiled again for every number
-# of tokens (0.5 s a step of an 8B shape whose micro-batches differ in length); an expert chooses the kernel of Triton.
+# Liger's rotary embedding. With cutlass installed, Liger 0.8.5 uses a kernel that is compiled again for every number
+# of tokens (0.5 s per step of an 8B shape whose micro-batches differ in length). Triton's kernel is compiled once.
 ROPE = "nvidia-triton"
 
 
 def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
     """Train a cell on this process."""
-    if cell.peer == "unsloth":  # before what it replaces parts of
+    if cell.peer == "unsloth":  # Unsloth must be imported before the libraries that it patches
         os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
         os.environ["HF_HUB_OFFLINE"] = "1"
-        multiprocessing.set_start_method("fork", force=True)  # of its loader processes, as in a script
+        multiprocessing.set_start_method("fork", force=True)  # for its loader processes, as in a script
+        accept_other_build()
         importlib.import_module("unsloth")
-    elif cell.peer in ("bare", "trl"):
+    elif cell.peer in ("bare", "trl", "trl-dpo"):
         os.environ.setdefault("LIGER_KERNEL_IMPL_ROPE", ROPE)
     import torch
     from cells.clock import Clock
 
-    from ftcli.hardware.rehearsal import start_on_cpu
+    from ftcli.hardware.cpu_simulation import start_on_cpu
 
     if cell.cpu:
         start_on_cpu()
@@ -85,7 +89,7 @@ def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
 
 
 def make_inputs(cell: Cell, work: Path) -> Inputs:
-    """Return the inputs of a cell, made by processes of their own the first time: this one stays light."""
+    """Return the inputs of a cell. Subprocesses make missing ones, so that this process imports no torch."""
     from filelock import FileLock
 
     inputs = inputs_of(cell, work)
@@ -103,7 +107,7 @@ def make_inputs(cell: Cell, work: Path) -> Inputs:
 
 
 def facts_of(cell: Cell, inputs: Inputs, ranks: list[Measured]) -> dict[str, Any]:
-    """Return what is known of a cell once its ranks have reported."""
+    """Return the measurements of a cell, from the results of its ranks."""
     import numpy as np
     from cells.flops import flops, peak_of
     from cells.rows import PackedRows
@@ -131,24 +135,24 @@ def facts_of(cell: Cell, inputs: Inputs, ranks: list[Measured]) -> dict[str, Any
         "grad norms": ranks[0].grad_norms,
         "step seconds": ranks[0].step_seconds,
         "device": ranks[0].device,
-        "told": ranks[0].told,
+        "details": ranks[0].details,
     }
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what is installed of PACKAGES, of Python, and the commit that was measured."""
-    found = {name: items[0].version for name in PACKAGES if (items := list(metadata.distributions(name=name)))}
+    """Return the versions of the installed PACKAGES and of Python, and the measured commit."""
+    installed = {name: items[0].version for name in PACKAGES if (items := list(metadata.distributions(name=name)))}
     line = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(line, cwd=HOME, capture_output=True, text=True, check=False).stdout.strip()
-    return found | {"python": sys.version.split()[0]} | ({"commit": commit} if commit else {})
+    return installed | {"python": sys.version.split()[0]} | ({"commit": commit} if commit else {})
 
 
 def measure(words: list[str] | None = None) -> str:
-    """Measure the cell that command-line words name, keep the facts, and return them as a sentence."""
-    from cells.curves import compare, read, told_of
+    """Measure the cell of some command-line arguments, append its line to the file, and return it as a sentence."""
+    from cells.curves import compare, read, sentence
 
-    given, work, facts, trace = arguments(words)
-    cell = Cell(**given)
+    fields, work, facts, trace = arguments(words)
+    cell = Cell(**fields)
     inputs = make_inputs(cell, work)
     started = time.time()
     ranks = run_alone(cell, inputs, started) if cell.peer == "unsloth" else run_ranks(cell, inputs, started)
@@ -159,33 +163,33 @@ def measure(words: list[str] | None = None) -> str:
     with facts.open("a") as file:
         file.write(f"{json.dumps(line)}\n")
     if trace is not None:
-        trace.write_text(f"{told_of(line)}\n\n{ranks[0].trace}\n")
-    return told_of(line)
+        trace.write_text(f"{sentence(line)}\n\n{ranks[0].trace}\n")
+    return sentence(line)
 
 
 def run_ranks(cell: Cell, inputs: Inputs, started: float) -> list[Measured]:
-    """Train a cell on its ranks, which fork from one process that has imported everything."""
+    """Train a cell on ranks that are forked from one process with all imports."""
     from ftcli.testing import run_on_cpu, run_on_processes
 
     start = run_on_cpu if cell.cpu else run_on_processes
-    found: list[Measured] = start(on_rank, cell, inputs, started, processes=cell.processes, profile=cell.profile)
-    return found
+    results: list[Measured] = start(on_rank, cell, inputs, started, processes=cell.processes, profile=cell.profile)
+    return results
 
 
 def run_alone(cell: Cell, inputs: Inputs, started: float) -> list[Measured]:
-    """Train a cell in one new process that has imported nothing yet."""
+    """Train a cell in one new process without imports."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return [pool.submit(on_rank, cell, inputs, started).result()]
 
 
 def arguments(words: list[str] | None) -> tuple[dict[str, Any], Path, Path, Path | None]:
-    """Return the cell's fields, the folder of inputs, the file of facts, and that of the profile."""
+    """Return the fields of the cell, the folder of inputs, the file of results, and the file of the trace."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=PEERS, required=True)
     parser.add_argument("--shape", required=True)
     parser.add_argument("--length", type=int, required=True, help="tokens of a packed row")
     parser.add_argument("--micro-size", type=int, required=True, help="rows of one forward of one process")
-    parser.add_argument("--task", default="sft", choices=(*LANGUAGE, *CLASSIFIERS))
+    parser.add_argument("--task", default="sft", choices=(*LANGUAGE, *PAIRS, *CLASSIFIERS))
     parser.add_argument("--profile", default="single")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
@@ -196,14 +200,14 @@ def arguments(words: list[str] | None) -> tuple[dict[str, Any], Path, Path, Path
     parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")
     parser.add_argument("--learning-rate", type=float, default=Cell.learning_rate)
     parser.add_argument("--set", action="append", default=[], dest="settings")
-    parser.add_argument("--label", default="", help="what is special about this line, for the tables")
+    parser.add_argument("--label", default="", help="what distinguishes this line in the tables")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--facts", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("runs/cells"), help="where weights and rows are made")
+    parser.add_argument("--work", type=Path, default=Path("runs/cells"), help="folder for weights and rows")
     parser.add_argument("--trace", type=Path)
-    given = vars(parser.parse_args(words))
-    work, facts, trace = given.pop("work"), given.pop("facts"), given.pop("trace")
-    return given | {"traced": TRACED if trace else 0}, work, facts, trace
+    fields = vars(parser.parse_args(words))
+    work, facts, trace = fields.pop("work"), fields.pop("facts"), fields.pop("trace")
+    return fields | {"traced": TRACED if trace else 0}, work, facts, trace
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Draw the speed tables and plots from lines of facts that cell.py wrote.
+r"""Write the speed tables and plots from the lines that cell.py wrote.
 
-    python benchmarks/cell_tables.py benchmarks/speed.jsonl [MORE ...] [--readme benchmarks/README.md] [--plots FOLDER]
+    python benchmarks/cell_tables.py benchmarks/speed.jsonl [MORE ...] [--readme benchmarks/README.md] \
+        [--tables benchmarks/tables.md] [--plots FOLDER]
 
-Prints Markdown: goals and what was reached, a table for each cell, and the ladder: lines of ftcli, labelled so, that
-differ in one setting. With `--readme` it also takes the place of what stands between the two marks in that file; with
-`--plots` (needs matplotlib: pip install 'ftcli[notebook]') every cell is drawn: speeds as bars, losses of all peers in
-one plot.
+Prints Markdown: the goals with their results, a table for each cell, and the ladder: lines of ftcli with the label
+`ladder`, which differ in one setting. `--tables` writes this text between the two marks of a file. `--readme` writes
+the summary: ftcli's fastest line of each cell, and the goals. `--plots` (needs matplotlib: pip install
+'ftcli[notebook]') draws each cell: speeds as bars, and the losses of all peers in one plot.
 """
 
 from __future__ import annotations
@@ -24,56 +25,69 @@ from cells.curves import REFERENCES, judged, read  # noqa: E402
 from cells.goals import EXTRAS, PLAIN, SPEED, judge  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
-LADDERS = {"ladder": PLAIN, "ladder, extras": EXTRAS}  # label of lines that differ in one setting -> from which
+LONG = 200  # steps of a long run
+LADDERS = {"ladder": PLAIN, "ladder, extras": EXTRAS}  # label of lines that differ in one setting -> their base line
 SPEEDS = ["tokens/s a GPU", "trained", "rows/s a GPU", "of the reference", "MFU"]
 HEAD = ["", *SPEEDS, "step p50 (p95), ms", "GiB", "first step, s", "curve"]
 
 
 def cells_of(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the newest line of each peer, label and settings, cell by cell, in the order they first came.
+    """Return the newest line of each peer, label and settings, by cell, in the order of their first lines.
 
-    Of cells that differ in what their title does not say, the learning rate, the newest is the one to look at.
+    Titles do not contain the learning rate. If cells differ only in the learning rate, the newest cell is returned.
+    Long runs are a cell of their own.
     """
     cells: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
         if not line["traced"]:
-            cells.setdefault(json.dumps(line["cell"]), {})[name_of(line)] = line
-    shown = {title_of(line): json.dumps(line["cell"]) for line in lines if not line["traced"]}
-    return [list(found.values()) for key, found in cells.items() if key in shown.values()]
+            cells.setdefault(key_of(line), {})[name_of(line)] = line
+    shown = {title_of(line): key_of(line) for line in lines if not line["traced"]}
+    return [list(named.values()) for key, named in cells.items() if key in shown.values()]
+
+
+def key_of(line: dict[str, Any]) -> str:
+    """Return the cell of a line as text."""
+    return json.dumps([line["cell"], is_long(line)])
+
+
+def is_long(line: dict[str, Any]) -> bool:
+    """Return whether a line has many more steps than others of its cell, so that its curve is another one."""
+    return bool(line["steps"] >= LONG)
 
 
 def without_ladder(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of a cell that are no rung of a ladder."""
+    """Return the lines of a cell without those of a ladder."""
     return [line for line in cell if line["label"] not in LADDERS]
 
 
 def name_of(line: dict[str, Any]) -> str:
-    """Return who trained, and how; what a label says is not said again."""
-    is_said = line["peer"] == "bare" or line["label"] in ("no extras", "extras", "fp8")
-    told = ("attn_implementation", "torch_compile=true", "precision=fp8") if is_said else ()
-    how = [line["label"], *(setting for setting in line["settings"] if not any(name in setting for name in told))]
-    told = ", ".join(item for item in how if item)
-    return f"{line['peer']} ({told})" if told else str(line["peer"])
+    """Return the peer with its label and settings. Settings that the label implies are left out."""
+    is_implied = line["peer"] == "bare" or line["label"] in ("no extras", "extras", "fp8")
+    implied = ("attn_implementation", "torch_compile=true", "precision=fp8") if is_implied else ()
+    parts = [line["label"], *(setting for setting in line["settings"] if not any(name in setting for name in implied))]
+    variant = ", ".join(part for part in parts if part)
+    return f"{line['peer']} ({variant})" if variant else str(line["peer"])
 
 
 def title_of(line: dict[str, Any]) -> str:
     """Return the name of a cell."""
-    what = f"{line['shape']} x{line['length']}, {line['task']}"
+    subject = f"{line['shape']} x{line['length']}, {line['task']}"
     lora = f", LoRA r{line['lora']}" if line["lora"] else ""
     lora += " on 4 bits" if line.get("four_bit") else ""
+    steps = f", {line['steps']} steps" if is_long(line) else ""
     rows = f"micro size {line['micro_size']}" + (f" x {line['accumulation']}" if line["accumulation"] > 1 else "")
-    return f"{what}{lora}, {line['precision']}, {line['profile']} x{line['processes']}, {rows}"
+    return f"{subject}{lora}, {line['precision']}, {line['profile']} x{line['processes']}, {rows}{steps}"
 
 
 def table(cell: list[dict[str, Any]]) -> list[str]:
-    """Return the table of a cell, fastest first; a dash stands where nothing is known or nothing counts."""
+    """Return the table of a cell, fastest line first. A dash marks a missing value, or a ratio that does not count."""
     reference = next((line for line in cell if line["peer"] in REFERENCES), None)
     rows = [HEAD, ["---"] * len(HEAD)]
     for line in sorted(without_ladder(cell), key=lambda line: -line[SPEED]):
-        far = line.get("apart")
-        curve = "reference" if line is reference and far is None else "-"
-        if far is not None:
-            curve = f"{far['losses']:.0e}, {far['grad norms']:.0e}" + ("" if line["agrees"] else " **differs**")
+        apart = line.get("apart")
+        curve = "reference" if line is reference and apart is None else "-"
+        if apart is not None:
+            curve = f"{apart['losses']:.0e}, {apart['grad norms']:.0e}" + ("" if line["agrees"] else " **differs**")
         curve += f"; **spoiled**: {line['spoiled']}" if "spoiled" in line else ""
         counts = reference is not None and (line is reference or line.get("agrees", False)) and "spoiled" not in line
         rows.append(
@@ -83,7 +97,7 @@ def table(cell: list[dict[str, Any]]) -> list[str]:
                 f"{line['trained tokens a second a GPU']:,.0f}",
                 f"{line['rows a second a GPU']:,.1f}",
                 f"{line[SPEED] / reference[SPEED]:.3f}" if counts and reference is not None else "-",
-                "-" if line["MFU"] is None or line["lora"] else f"{100 * line['MFU']:.1f} %",
+                share_of_peak(line),
                 f"{1000 * line['step p50']:.1f} ({1000 * line['step p95']:.1f})",
                 f"{line['peak allocated GiB']:.1f}",
                 f"{line['first step']:.0f}",
@@ -94,7 +108,7 @@ def table(cell: list[dict[str, Any]]) -> list[str]:
 
 
 def ladder(cells: list[list[dict[str, Any]]]) -> list[str]:
-    """Return what settings of ftcli do to its speed and memory, beside the line of the cell without or with extras."""
+    """Return the effect of single settings on speed and memory, relative to the base line of the cell."""
     rows = [["cell", "setting", "speed", "GiB", "curve"], ["---"] * 5]
     for cell in cells:
         for line in cell:
@@ -102,24 +116,53 @@ def ladder(cells: list[list[dict[str, Any]]]) -> list[str]:
             base = next((other for other in cell if (other["peer"], other["label"]) == side), None)
             if base is None:
                 continue
-            far = max(abs(a / b - 1) for a, b in zip(line["losses"], base["losses"], strict=False))
+            difference = max(abs(a / b - 1) for a, b in zip(line["losses"], base["losses"], strict=False))
             speed = f"{100 * (line[SPEED] / base[SPEED] - 1):+.1f} %"
             memory = f"{line['peak allocated GiB'] - base['peak allocated GiB']:+.1f}"
             setting = " ".join(f"`{setting}`" for setting in line["settings"] if setting != "model.torch_compile=true")
-            rows.append([f"{title_of(line)}; {base['label']}", setting, speed, memory, f"{far:.0e}"])
+            rows.append([f"{title_of(line)}; {base['label']}", setting, speed, memory, f"{difference:.0e}"])
     return (
-        ["**Each setting by itself**, against ftcli's line of the cell without or with extras", "", *markdown(rows), ""]
+        ["**Each setting alone**, relative to ftcli's line of the cell without or with extras", "", *markdown(rows), ""]
         if rows[2:]
         else []
     )
 
 
 def goals(lines: list[dict[str, Any]]) -> list[str]:
-    """Return the goals and what was reached."""
-    rows = [["goal", "at least", "measured", ""], ["---"] * 4]
-    for goal, ratio, told in judge(lines):
-        rows.append([goal.what, f"{goal.least:.2f}", "-" if ratio is None else f"{ratio:.3f}", told])
+    """Return a table of the goals with their results."""
+    rows = [["ftcli's tokens per second, compared", "ratio", "goal", "result"], ["---"] * 4]
+    for goal, ratio, verdict in judge(lines):
+        rows.append([goal.what, "-" if ratio is None else f"{ratio:.3f}", f"{goal.least:.2f}", verdict])
     return [*markdown(rows), ""]
+
+
+def summary(cells: list[list[dict[str, Any]]]) -> list[str]:
+    """Return one table with ftcli's fastest line of each cell.
+
+    Lines that are spoiled, that differ from the reference's curve, or that train in fp8 are left out.
+    """
+    rows = [["cell", "tokens/s per GPU", "MFU", "median step, ms", "GiB", "first step, s"], ["---"] * 6]
+    for cell in cells:
+        ours = [line for line in without_ladder(cell) if line["peer"] == "ftcli" and line["label"] != "fp8"]
+        if not (counted := [line for line in ours if "spoiled" not in line and line.get("agrees", True)]):
+            continue
+        line = max(counted, key=lambda line: float(line[SPEED]))
+        rows.append(
+            [
+                title_of(line),
+                f"{line[SPEED]:,.0f}",
+                share_of_peak(line),
+                f"{1000 * line['step p50']:.0f}",
+                f"{line['peak allocated GiB']:.1f}",
+                f"{line['first step']:.0f}",
+            ]
+        )
+    return [*markdown(rows), ""]
+
+
+def share_of_peak(line: dict[str, Any]) -> str:
+    """Return the model FLOPs utilisation of a line; a dash with an adapter, where it is not defined."""
+    return "-" if line["MFU"] is None or line["lora"] else f"{100 * line['MFU']:.1f} %"
 
 
 def markdown(rows: list[list[str]]) -> list[str]:
@@ -128,15 +171,13 @@ def markdown(rows: list[list[str]]) -> list[str]:
 
 
 def versions(lines: list[dict[str, Any]]) -> list[str]:
-    """Return what was measured with what, one line for each set of versions."""
-    found = dict.fromkeys(
-        ", ".join(f"{name} {version}" for name, version in line["versions"].items()) for line in lines
-    )
-    return [f"- {told}" for told in found]
+    """Return the versions of the measured programs, one line for each set of versions."""
+    sets = dict.fromkeys(", ".join(f"{name} {version}" for name, version in line["versions"].items()) for line in lines)
+    return [f"- {names}" for names in sets]
 
 
 def draw(cells: list[list[dict[str, Any]]], folder: Path) -> list[str]:
-    """Draw every cell into a PNG of `folder`; return the Markdown that shows them."""
+    """Draw every cell into a PNG of `folder`; return Markdown with the images."""
     if importlib.util.find_spec("matplotlib") is None:
         sys.exit("--plots needs matplotlib: pip install 'ftcli[notebook]'")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -168,31 +209,34 @@ def draw(cells: list[list[dict[str, Any]]], folder: Path) -> list[str]:
 
 
 def replace(path: Path, text: str) -> None:
-    """Put text between the two marks of a file; raises `SystemExit` where they are not there."""
-    held = path.read_text()
-    if held.count(BEGIN) != 1 or held.count(END) != 1:
+    """Put text between the two marks of a file; raises `SystemExit` if the marks are missing."""
+    content = path.read_text()
+    if content.count(BEGIN) != 1 or content.count(END) != 1:
         sys.exit(f"{path} lacks the marks {BEGIN} and {END}")
-    before, _, rest = held.partition(BEGIN)
+    before, _, rest = content.partition(BEGIN)
     path.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:
-    """Read, print, and draw."""
+    """Read the lines, print the tables, and write files and plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("facts", type=Path, nargs="+")
     parser.add_argument("--readme", type=Path)
+    parser.add_argument("--tables", type=Path)
     parser.add_argument("--plots", type=Path)
-    given = parser.parse_args()
-    if missing := [str(path) for path in given.facts if not path.exists()]:
-        parser.error(f"no facts in {', '.join(missing)}")
-    lines = judged([line for path in given.facts for line in read(path)])
+    arguments = parser.parse_args()
+    if missing := [str(path) for path in arguments.facts if not path.exists()]:
+        parser.error(f"no such file: {', '.join(missing)}")
+    lines = judged([line for path in arguments.facts for line in read(path)])
     cells = cells_of(lines)
-    plots = [] if given.plots is None else draw(cells, given.plots)
+    plots = [] if arguments.plots is None else draw(cells, arguments.plots)
     parts = [*goals(lines), *(row for cell in cells for row in table(cell)), *ladder(cells), *plots, *versions(lines)]
     text = "\n".join(parts)
     print(text)
-    if given.readme is not None:
-        replace(given.readme, text)
+    if arguments.tables is not None:
+        replace(arguments.tables, text)
+    if arguments.readme is not None:
+        replace(arguments.readme, "\n".join([*summary(cells), *goals(lines)]).rstrip())
 
 
 if __name__ == "__main__":

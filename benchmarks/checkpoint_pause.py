@@ -1,11 +1,11 @@
-"""How long training stands still for a checkpoint: waiting for the disk, against writing in the background.
+"""Measure how long training pauses for a checkpoint: with blocking and with background saving.
 
     python benchmarks/checkpoint_pause.py RECIPE --profile fsdp --processes 4 [--saves 4] [--between 10] [--output DIR]
 
-Both ways take turns in one run. A pause is that of the slowest rank, from a device that has nothing left to do until
-training may go on; `complete` is the time until COMPLETE stands on the disk. The first save in the background is
-apart: on GPUs it also pins the memory that the later ones use again. Loading reads files that the system may still
-hold in memory. DIR (default: a temporary folder) chooses the disk.
+Both ways alternate in one run. A pause is that of the slowest rank, from an idle device until training continues.
+`complete` is the time until the file COMPLETE exists. The first background save is reported separately: on GPUs it also
+pins the host memory that later saves reuse. Loading may read files from the page cache. DIR (default: a temporary
+folder) selects the disk.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ WAYS = ("waited", "background")
 
 
 def measure(recipe: str, output: str, saves: int, between: int, cpu: bool) -> dict[str, Any]:
-    """Return seconds of pauses, of saves until they are complete, of steps after each, and of loading; and bytes."""
+    """Return seconds of pauses, of complete saves, of the steps after each and of loading; and the size in bytes."""
     import torch
 
-    from ftcli.checkpoint import load, save
-    from ftcli.checkpoint_folder import size_of
+    from ftcli.checkpoint.folder import folder_size
+    from ftcli.config.load import load_recipe
     from ftcli.loop import steps
-    from ftcli.recipe_file import load_recipe
-    from ftcli.run import prepare
+    from ftcli.training.checkpointing import load, save_checkpoint
+    from ftcli.training.setup import prepare
 
     total = WARM + len(WAYS) * saves * between
-    given = [f"train.max_steps={total}", "evaluate.at_start=false", "data.eval=null", "checkpoint.keep=1"]
-    run = prepare(load_recipe(recipe, given), cpu=cpu, output=output)
+    overrides = [f"train.max_steps={total}", "evaluate.at_start=false", "data.eval=null", "checkpoint.keep=1"]
+    run = prepare(load_recipe(recipe, overrides), cpu=cpu, output=output)
     ranks = run.hardware.ranks
-    found: dict[str, Any] = {way: {"pause": [], "complete": [], "step": []} for way in WAYS}
+    result: dict[str, Any] = {way: {"pause": [], "complete": [], "step": []} for way in WAYS}
 
-    def settled() -> float:
+    def synchronized_time() -> float:
         if not cpu:
             torch.cuda.synchronize()
         ranks.barrier()
@@ -50,52 +50,53 @@ def measure(recipe: str, output: str, saves: int, between: int, cpu: bool) -> di
         next(training)
     for number in range(len(WAYS) * saves):
         way, step = WAYS[number % len(WAYS)], WARM + number * between
-        before, clock = settled(), time.time()
-        folder = save(run, step, background=way == "background")
+        before, clock = synchronized_time(), time.time()
+        folder = save_checkpoint(run, step, background=way == "background")
         pause = time.perf_counter() - before
-        started = settled()
+        started = synchronized_time()
         for _ in range(between):
             next(training)
-        stepped = (settled() - started) / between
+        stepped = (synchronized_time() - started) / between
         run.saving.wait()
         assert folder is not None
-        found[way]["pause"].append(max(ranks.collect(pause)))
-        found[way]["complete"].append((folder / "COMPLETE").stat().st_mtime - clock)
-        found[way]["step"].append(stepped)
-    before = settled()
+        result[way]["pause"].append(max(ranks.collect(pause)))
+        result[way]["complete"].append((folder / "COMPLETE").stat().st_mtime - clock)
+        result[way]["step"].append(stepped)
+    before = synchronized_time()
     load(run, folder)
-    found["load"], found["bytes"], found["room"] = settled() - before, size_of(folder), run.saving.has_room
-    return found
+    result["load"] = synchronized_time() - before
+    result["bytes"], result["room"] = folder_size(folder), run.saving.has_room
+    return result
 
 
 def main() -> None:
-    """Print one line for each way, and one for loading."""
+    """Measure, and print one line for each way and one for loading."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--profile", default="ddp")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--saves", type=int, default=4, help="of each way")
+    parser.add_argument("--saves", type=int, default=4, help="saves of each way")
     parser.add_argument("--between", type=int, default=10, help="steps after each save")
-    parser.add_argument("--output", type=Path, help="folder on the disk that is measured")
+    parser.add_argument("--output", type=Path, help="folder on the disk to measure")
     parser.add_argument("--cpu", action="store_true")
-    given = parser.parse_args()
-    start = run_on_cpu if given.cpu else run_on_processes
-    with tempfile.TemporaryDirectory(dir=given.output) as output:
-        arguments = (str(given.recipe), output, given.saves, given.between, given.cpu)
-        found = start(measure, *arguments, processes=given.processes, profile=given.profile)[0]
-    name, size = f"{given.profile} x{given.processes}", found["bytes"] / 1e9
-    if not found["room"]:
-        print(f"{name}: host memory has no room for copies, so both ways wait")
+    options = parser.parse_args()
+    start = run_on_cpu if options.cpu else run_on_processes
+    with tempfile.TemporaryDirectory(dir=options.output) as output:
+        arguments = (str(options.recipe), output, options.saves, options.between, options.cpu)
+        result = start(measure, *arguments, processes=options.processes, profile=options.profile)[0]
+    name, size = f"{options.profile} x{options.processes}", result["bytes"] / 1e9
+    if not result["room"]:
+        print(f"{name}: host memory is too small for a copy, so both ways block")
     for way in WAYS:
-        pauses, complete, step = (found[way][key] for key in ("pause", "complete", "step"))
+        pauses, complete, step = (result[way][key] for key in ("pause", "complete", "step"))
         later = pauses[1:] or pauses
         print(
             f"{name} {way:<10}  pause {1000 * statistics.median(later):.0f} ms "
             f"({1000 * min(later):.0f} to {1000 * max(later):.0f} of {len(later)}, the first {1000 * pauses[0]:.0f})  "
             f"complete in {1000 * statistics.median(complete):.0f} ms  {size:.3f} GB  "
-            f"a step afterwards {1000 * statistics.median(step):.1f} ms"
+            f"step afterwards {1000 * statistics.median(step):.1f} ms"
         )
-    print(f"{name} load        {1000 * found['load']:.0f} ms  {size:.3f} GB")
+    print(f"{name} load        {1000 * result['load']:.0f} ms  {size:.3f} GB")
 
 
 if __name__ == "__main__":

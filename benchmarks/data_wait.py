@@ -1,12 +1,12 @@
-"""How long a step waits for its rows: the loader's share of the steps of a packed run, and how long a step takes.
+"""Measure how long a step of a packed run waits for its rows, and how long the step takes.
 
     python benchmarks/data_wait.py RECIPE [--workers 0 2] [--steps 40] [--profile ddp --processes 2] [--set KEY=VALUE]
 
-One run for each number of loader processes (data.workers), all of one launch. The loop asks for the next rows while the
-device works, so `data_seconds` is a part of a step only where it is longer than what the device still has to do: the
-share is an upper bound of what the device waits. Nothing is read from the device but what the loop itself reads, so a
-step's time is that between two steps. The first steps are left out, and the last, in which loader processes end.
-Prints a line for each run; `--facts FILE` gets it as JSON.
+One launch trains one run for each number of loader processes (data.workers). The loop requests the next rows while the
+device works. So `data_seconds` delays a step only if it exceeds the remaining work of the device, and the measured
+share is an upper bound. No extra synchronisation is added: a step's time is that between two yields. The first steps
+and the last one, in which loader processes end, are left out. Prints a line for each run; `--facts FILE` receives it as
+JSON.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ftcli.testing import run_on_cpu, run_on_processes
 WARM = 5
 
 
-def measure(recipe: str, given: list[str], workers: list[int], cpu: bool) -> list[dict[str, Any]]:
-    """Return what each run showed on this rank: seconds of steps and of waits for rows, tokens a second, losses."""
+def measure(recipe: str, overrides: list[str], workers: list[int], cpu: bool) -> list[dict[str, Any]]:
+    """Return the results of each run on this rank: times of steps and waits, tokens per second, losses."""
     import numpy as np
 
+    from ftcli.config.load import load_recipe
+    from ftcli.data.packing import lengths_of
     from ftcli.loop import steps
-    from ftcli.packing import lengths_of
-    from ftcli.recipe_file import load_recipe
-    from ftcli.run import prepare
+    from ftcli.training.setup import prepare
 
-    found = []
+    results = []
     for count in workers:
-        run = prepare(load_recipe(recipe, [*given, f"data.workers={count}"]), cpu=cpu)
+        run = prepare(load_recipe(recipe, [*overrides, f"data.workers={count}"]), cpu=cpu)
         waits, laps, losses, last = [], [], [], time.perf_counter()
         for step in steps(run):
             now = time.perf_counter()
@@ -45,10 +45,10 @@ def measure(recipe: str, given: list[str], workers: list[int], cpu: bool) -> lis
                 losses.append(step.loss)
             last = time.perf_counter()
         lengths = lengths_of(run.rows.train)
-        bins = run.rows.bins
-        rows = len(lengths) if bins is None else len(bins)
-        slots = int(run.recipe.data.max_length) * rows if bins is not None else int(np.max(lengths)) * rows
-        found.append(
+        packs = run.rows.bins
+        rows = len(lengths) if packs is None else len(packs)
+        slots = int(run.recipe.data.max_length) * rows if packs is not None else int(np.max(lengths)) * rows
+        results.append(
             {
                 "workers": count,
                 "processes": run.plan.processes,
@@ -64,11 +64,11 @@ def measure(recipe: str, given: list[str], workers: list[int], cpu: bool) -> lis
             }
         )
         del run
-    return found
+    return results
 
 
 def main() -> None:
-    """Measure, print, and keep the facts."""
+    """Measure the runs, and print and append their lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
@@ -78,25 +78,25 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--facts", type=Path)
     parser.add_argument("--cpu", action="store_true")
-    given = parser.parse_args()
-    overrides = [f"train.max_steps={given.steps}", "evaluate.at_start=false", "data.eval=null", "data.packing=true"]
-    start = run_on_cpu if given.cpu else run_on_processes
-    values = (given.recipe, [*overrides, *given.set], given.workers, given.cpu)
-    ranks = start(measure, *values, processes=given.processes, profile=given.profile)
+    arguments = parser.parse_args()
+    overrides = [f"train.max_steps={arguments.steps}", "evaluate.at_start=false", "data.eval=null", "data.packing=true"]
+    start = run_on_cpu if arguments.cpu else run_on_processes
+    values = (arguments.recipe, [*overrides, *arguments.set], arguments.workers, arguments.cpu)
+    ranks = start(measure, *values, processes=arguments.processes, profile=arguments.profile)
     for runs in zip(*ranks, strict=True):
         slowest = max(runs, key=lambda run: run["share"])
         print(
-            f"{given.profile} x{given.processes}, {slowest['workers']} loader processes: "
+            f"{arguments.profile} x{arguments.processes}, {slowest['workers']} loader processes: "
             f"step p50 {1000 * slowest['step p50']:.1f} ms (p95 {1000 * slowest['step p95']:.1f}), "
             f"rows p50 {1000 * slowest['data p50']:.2f} ms (p95 {1000 * slowest['data p95']:.2f}), "
-            f"{100 * slowest['share']:.2f} % of a step; {slowest['tokens a second']:.0f} tokens/s, "
+            f"{100 * slowest['share']:.2f} % of step time; {slowest['tokens a second']:.0f} tokens/s, "
             f"fill {100 * slowest['fill']:.1f} %, loss {slowest['losses'][0]:.4f} to {slowest['losses'][-1]:.4f}",
             flush=True,
         )
-        if given.facts is not None:
-            with given.facts.open("a") as file:
-                told = {"piece": "data wait", "recipe": given.recipe, "profile": given.profile}
-                file.write(f"{json.dumps(told | slowest)}\n")
+        if arguments.facts is not None:
+            with arguments.facts.open("a") as file:
+                run = {"piece": "data wait", "recipe": arguments.recipe, "profile": arguments.profile}
+                file.write(f"{json.dumps(run | slowest)}\n")
 
 
 if __name__ == "__main__":

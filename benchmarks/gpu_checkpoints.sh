@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Checkpoints of a 1B shape across profiles on four GPUs: does the curve go on, what do saving and loading take?
+# Save and resume a 1B shape across profiles on four GPUs: compare curves, and time saving and loading.
 # Usage: benchmarks/gpu_checkpoints.sh WORK RESULTS [BUDGET_SECONDS [SHAPE [MATRIX_ARGUMENTS...]]]
 # WORK is large (model 5 GB, three checkpoints of 15 GB). RESULTS gets log.txt, facts.jsonl and table.md. A second call
-# goes on where the first was cut off. Where the disk of WORK writes less than 1 GB/s, checkpoints go to memory (as root).
-# CELLS: other cells of the matrix, as on two GPUs: CELLS="fsdp:2>zero3:2,single:1 zero3:2>fsdp:2 single:1>fsdp:2".
-# A rehearsal: benchmarks/gpu_checkpoints.sh WORK RESULTS 500 tiny --cpu
+# continues an interrupted one. If the disk of WORK writes less than 1 GB/s, checkpoints are kept in memory (needs root).
+# CELLS: other cells of the matrix, for instance on two GPUs: CELLS="fsdp:2>zero3:2,single:1 zero3:2>fsdp:2 single:1>fsdp:2".
+# To try it on a CPU: benchmarks/gpu_checkpoints.sh WORK RESULTS 500 tiny --cpu
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -13,7 +13,7 @@ shift $(($# < 4 ? $# : 4))
 . benchmarks/pieces.sh
 read -ra cells <<<"${CELLS:-fsdp:4>zero3:2,single:1 zero3:2>fsdp:4 single:1>fsdp:4}"
 
-megabytes_a_second() { # of writing two GB to the disk of $work
+megabytes_a_second() { # writes 2 GB to the disk of $work
     dd if=/dev/zero of="$work/probe" bs=16M count=128 conv=fsync 2>&1 | awk '/copied/ {print int($1 / 1e6 / $(NF - 3))}'
     rm -f "$work/probe"
 }
@@ -26,9 +26,9 @@ if [ "$shape" != tiny ] && [ ! -e "$work/disk" ]; then
     fi
     cat "$results/facts.jsonl"
 fi
-# Saving in the background asks how much memory is free, and machines whose memory grows as it is used tell too little:
-# 64 GiB are used once, while the model is made.
-[ "$shape" != tiny ] && python3 -c '[b"x" * (4 << 30) for _ in range(16)]' & # in parts: one demand beyond what is told is refused
+# Background saving checks the free memory. Machines whose memory grows with its use report too little. So 64 GiB are
+# allocated once, while the model is written. One allocation above the reported free memory would fail, so it is split.
+[ "$shape" != tiny ] && python3 -c '[b"x" * (4 << 30) for _ in range(16)]' &
 piece "model_$shape" 180 python3 benchmarks/random_model.py "$shape" "$work/matrix" --rows 512
 wait
 shown=60 piece matrix "$budget" python3 benchmarks/checkpoint_matrix.py "$shape" "$work/matrix" \

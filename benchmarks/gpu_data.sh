@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The data path of language models, and what only GPUs can show of runs: one, two or (best) four GPUs.
-# Usage: benchmarks/gpu_data.sh WORK RESULTS [BUDGET_SECONDS [SHAPE]]     (benchmarks/README.md says what it shows)
-# Lanes of pieces: `one` measures on the first GPU, `two` tests on the second, `pair` and `last` test on two: of four
-# GPUs the other ones at the same time, of two both afterwards. RESULTS gets a log for each lane, and facts.jsonl.
-# A rehearsal without GPUs: benchmarks/gpu_data.sh WORK RESULTS 500 tiny (its tests are skipped).
+# Measure the data path of language models and run GPU tests, on one, two or (best) four GPUs.
+# Usage: benchmarks/gpu_data.sh WORK RESULTS [BUDGET_SECONDS [SHAPE]]     (benchmarks/README.md describes the results)
+# Lanes: `one` measures on the first GPU, `two` tests on the second, `pair` and `last` test on two GPUs. With four GPUs
+# `pair` runs at the same time on the other two; with two GPUs it runs afterwards. RESULTS gets a log for each lane, and facts.jsonl.
+# To try it without GPUs (tests are skipped): benchmarks/gpu_data.sh WORK RESULTS 500 tiny
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

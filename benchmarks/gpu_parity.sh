@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One curve on one, two and four GPUs: `ftcli parity` of a known shape with random weights, every precision at once.
+# Compare curves on one, two and four GPUs: `ftcli parity` of a shape with random weights. All precisions run at once.
 # Usage: benchmarks/gpu_parity.sh SHAPE STEPS FOLDER "PRECISION ..." PROFILES PROCESSES [more arguments for parity]
 # For instance: benchmarks/gpu_parity.sh qwen3-0.6b 50 work "fp32 bf16" single,ddp,fsdp,zero3 2,4
 set -uo pipefail
@@ -18,5 +18,5 @@ wait
 for precision in $precisions; do
     name="$work/parity-$precision-${profiles//,/-}"
     [ -s "$name.txt" ] && cat "$name.txt" || tail -40 "$name.log"
-    rm -rf "$name"/*/final # weights were compared already
+    rm -rf "$name"/*/final # their weights are compared already
 done

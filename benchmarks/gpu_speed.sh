@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# How fast: ftcli, a bare Accelerate loop and TRL on the same weights and rows, one, two or four GPUs.
-# Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md says what it shows)
-# Groups, in this order when none is named: one fsdp ddp lora zero3 rest ladder; those of more GPUs than there are have
-# no pieces. WORK holds weights (1B 2.5 GB, 8B 16 GB): memory (/dev/shm/...) is faster than most disks. RESULTS gets
-# facts.jsonl, log-*.txt and where-*.txt, the profiles. EXTRAS names folders (A:B) with packages that only some lines may
-# use (liger-kernel, flash-attn-4, trl, torchtitan); without it those are left out. LADDER: more rungs, KEY=VALUE words.
-# QUICK=1: ten steps. Layers of ftcli's language models are compiled, as those of every run that is long enough are.
-# ONLY: a regular expression that names of cells must match, whole: several calls, each with one GPU, share the cells.
-# A rehearsal without GPUs: benchmarks/gpu_speed.sh WORK RESULTS 900 cpu
+# Measure the speed of ftcli, a bare Accelerate loop and TRL on the same weights and rows, on one, two or four GPUs.
+# Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md describes the results)
+# Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers.
+# Groups that need more GPUs are left out.
+# WORK contains weights (1B 2.5 GB, 8B 16 GB); memory (/dev/shm/...) is faster than most disks. RESULTS receives
+# facts.jsonl, log-*.txt, and the profiles where-*.txt. EXTRAS names folders (A:B) with packages for some of the lines
+# (liger-kernel, flash-attn-4, trl, torchtitan); without it these lines are left out. LADDER: further settings for the
+# ladder, as KEY=VALUE words. QUICK=1: ten steps. Layers of ftcli's language models are compiled, as in long runs.
+# ONLY: a regular expression that must match the full name of a cell, so that several calls can divide the cells.
+# To try it without GPUs: benchmarks/gpu_speed.sh WORK RESULTS 900 cpu
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -16,8 +17,8 @@ shift $(($# < 3 ? $# : 3))
 groups=("$@")
 [ $# -eq 0 ] && groups=(one fsdp ddp lora zero3 rest ladder)
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
-many=$((gpus >= 4 ? 4 : 2)) # of an 8B model whose weights are in shards
-# At a higher rate the first steps overshoot, with exact gradients too, and what rounds otherwise overshoots elsewhere.
+many=$((gpus >= 4 ? 4 : 2)) # GPUs for an 8B model with sharded weights
+# At a higher learning rate the first steps overshoot even with exact gradients, and rounding then changes the curve.
 shards=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --processes $many --learning-rate 1e-6)
 extras=${EXTRAS:-}
 steps=(--steps 25 --warm 5)
@@ -28,14 +29,14 @@ best=(--peer ftcli --set model.torch_compile=true --label extras)
 mkdir -p "$work" "$results"
 lanes=$(mktemp -d)
 
-cell() { # NAME SECONDS ARGUMENTS... : a cell without the packages of EXTRAS; all are measured in the end
+cell() { # NAME SECONDS ARGUMENTS... : add a cell without the packages of EXTRAS
     local name=$1 limit=$2
     shift 2
     [[ -n "${ONLY:-}" && ! "$name" =~ ^($ONLY)$ ]] && return
     printf '%q ' "$name" "$limit" "${steps[@]}" "$@" >>"$lanes/${lane:-plain}" && echo >>"$lanes/${lane:-plain}"
 }
 
-more() { # the same with them
+more() { # the same with the packages of EXTRAS
     [ -z "$extras" ] && echo "$1: left out, EXTRAS names no folder" && return
     lane=extras cell "$@"
 }
@@ -51,7 +52,7 @@ has() { [ "$gpus" -ge "$1" ] || { echo "$2: left out, it takes $1 GPUs"; false; 
 
 one() {
     local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain)
-    more 1b_masters_bare 100 "${at[@]}" --precision bf16 --peer bare # whose curve all of these must follow
+    more 1b_masters_bare 100 "${at[@]}" --precision bf16 --peer bare # the reference of these lines
     more 1b_bare_varlen 100 "${at[@]}" --precision bf16_pure --peer bare
     cell 1b_ftcli 100 "${at[@]}" --precision bf16_pure "${plain[@]}"
     more 1b_ftcli_extras 100 "${at[@]}" --precision bf16_pure "${best[@]}"
@@ -74,7 +75,7 @@ fsdp() {
     more 8b_fsdp_ftcli 200 "${at[@]}" "${best[@]}"
     more 8b_fsdp_trl 200 "${at[@]}" --peer trl
     more 8b_fsdp_titan 200 "${at[@]}" --peer torchtitan
-    more 8b_fsdp_fp8 200 "${at[@]}" "${best[@]}" --label fp8 --set precision=fp8 # its curve beside bf16's
+    more 8b_fsdp_fp8 200 "${at[@]}" "${best[@]}" --label fp8 --set precision=fp8 # its curve is compared with that of bf16
     more 8b_fsdp_fp8_where 150 "${at[@]}" "${best[@]}" --label fp8 --set precision=fp8 --steps 10 --warm 3 \
         --trace "$results/where-fp8.txt"
     more 8b_fsdp_where 150 "${at[@]}" "${best[@]}" --steps 10 --warm 3 --trace "$results/where-fsdp.txt"
@@ -83,7 +84,7 @@ fsdp() {
 ddp() {
     has 2 ddp || return 0
     local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain) count
-    more 1b_masters_ftcli_extras 100 "${at[@]}" --precision bf16 "${best[@]}" # of one GPU, for the share
+    more 1b_masters_ftcli_extras 100 "${at[@]}" --precision bf16 "${best[@]}" # of one GPU, for the ratio
     for count in 4 2; do
         [ "$gpus" -lt $count ] && continue
         more 1b_ddp${count}_bare 120 "${at[@]}" --profile ddp --processes $count --peer bare "${flash[@]}"
@@ -106,7 +107,7 @@ zero3() {
     has 2 zero3 || return 0
     local at=("${shards[@]}" --profile zero3)
     more 8b_zero3_ftcli 240 "${at[@]}" "${best[@]}"
-    more 8b_zero3_bare 240 "${at[@]}" --peer bare "${flash[@]}" # stock bf16: another curve (README.md says why)
+    more 8b_zero3_bare 240 "${at[@]}" --peer bare "${flash[@]}" # stock bf16 has another curve (docs/explanation/performance.md)
     more 8b_zero3_trl 240 "${at[@]}" --peer trl
     more 8b_zero3_where 150 "${at[@]}" "${best[@]}" --steps 10 --warm 3 --trace "$results/where-zero3.txt"
 }
@@ -139,7 +140,32 @@ rest() {
     cell vit_ftcli 120 "${at[@]}" --peer ftcli --label "no extras" --set data.workers=8
 }
 
-ladder() { # each technique by itself, beside 1b_masters_ftcli and 1b_masters_ftcli_extras
+pairs() { # preference, beside TRL's DPOTrainer
+    local shape size at
+    for shape in qwen3-0.6b llama-3.2-1b; do
+        for size in 16 8 4; do
+            at=(--shape $shape --length 2048 --task preference --precision bf16 --learning-rate 1e-6)
+            at+=(--micro-size $size --accumulation $((32 / size)))
+            more pairs_${shape}_${size}_trl 120 "${at[@]}" --peer trl-dpo
+            more pairs_${shape}_${size}_trl_sorted 120 "${at[@]}" --peer trl-dpo --set sort=1
+            more pairs_${shape}_${size}_ftcli 120 "${at[@]}" "${best[@]}"
+        done
+    done
+}
+
+classifiers() { # long runs in alternation
+    local round steps=(--steps 200 --warm 20)
+    local bert=(--shape bert-base --length 128 --micro-size 32 --task text_classification --precision bf16)
+    local vit=(--shape vit-b16 --length 197 --micro-size 64 --task image_classification --precision bf16)
+    for round in 1 2 3; do
+        cell bert_trainer_$round 90 "${bert[@]}" --peer hf-trainer
+        cell bert_ftcli_$round 90 "${bert[@]}" --peer ftcli --label "no extras"
+        cell vit_trainer_$round 120 "${vit[@]}" --learning-rate 1e-6 --peer hf-trainer
+        cell vit_ftcli_$round 120 "${vit[@]}" --learning-rate 1e-6 --peer ftcli --label "no extras" --set data.workers=8
+    done
+}
+
+ladder() { # each technique alone, compared with 1b_masters_ftcli and 1b_masters_ftcli_extras
     local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16) rung switch
     cell 1b_masters_ftcli 100 "${at[@]}" "${plain[@]}"
     rung=(--peer ftcli --label ladder)

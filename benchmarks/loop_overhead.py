@@ -1,15 +1,14 @@
-"""What the loop itself costs: steps of `ftcli.steps(run)` against a bare PyTorch loop, in turns, in one process.
+"""Measure the overhead of `ftcli.steps(run)` over a bare PyTorch loop. Both alternate in one process.
 
     python benchmarks/loop_overhead.py [--shape tiny] [--length 64] [--rows 1] [--accumulation 1] [--steps 400] [--cpu]
     python benchmarks/loop_overhead.py --recipe RECIPE [--set KEY=VALUE] [--steps 40]
 
-Both train the same model on the same rows with the same loss, collation and optimizer; the bare loop has nothing else:
-a DataLoader, forward, backward, clip_grad_norm_, step. It reads no loss and has no schedule, no accumulation wrapper,
-no checks. Its garbage is collected by Python's own rule, ours by the step. `recorded` is ours with what `ftcli train`
-does after each step: a row of metrics, the status, a line of progress. Blocks of steps take turns, so that a noisy
-machine is noisy for all; the device is waited for at the end of a block only. Prints one JSON line: the median
-milliseconds of a step, what ours takes more than the bare loop (median of neighbouring blocks), and losses of both,
-which must agree.
+Both train the same model on the same rows with the same loss, collation and optimizer. The bare loop has only a
+DataLoader, forward, backward, clip_grad_norm_ and step. It reads no loss and has no schedule, accumulation or checks.
+Python's own rule collects its garbage; ftcli collects after steps. `recorded` adds the work of `ftcli train` after each
+step: metrics, status and progress line. Blocks of steps alternate, so that noise of the machine affects all loops. The
+device is synchronised only at the end of a block. Prints one JSON line: the median milliseconds of a step, the
+difference from the bare loop (median over neighbouring blocks), and the losses of all loops, which must agree.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-SMALL: dict[str, dict[str, Any]] = {  # beside the shapes of random_model.py
+SMALL: dict[str, dict[str, Any]] = {  # in addition to the shapes of random_model.py
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 512},
     "qwen3-0.6b-4-layers": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "head_dim": 128,
@@ -37,7 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {  # beside the shapes of random_model.py
 
 
 def write_inputs(folder: Path, shape: str, length: int, rows: int) -> Path:
-    """Write a small model with random weights, rows that are all of `length` tokens, and a recipe; return that."""
+    """Write a small model with random weights, rows of `length` tokens, and a recipe; return the recipe's path."""
     import yaml
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -65,14 +64,15 @@ def write_inputs(folder: Path, shape: str, length: int, rows: int) -> Path:
 
 
 def bare(run: Any, accumulation: int, losses: list[Tensor]) -> Iterator[None]:
-    """Train a model as `run` does, by PyTorch alone; yield after each step."""
+    """Train the model of `run` in a plain PyTorch loop; yield after each step."""
     from ftcli.hardware.precision import compute_in
-    from ftcli.loaders import Collate, Rows
-    from ftcli.optimizers import build_optimizer
-    from ftcli.run import _build_model
+    from ftcli.training.batches.dataloaders import Collate, Rows
+    from ftcli.training.optim.build import build_optimizer
+    from ftcli.training.prepared_data import PreparedData
+    from ftcli.training.setup import build_model
 
     device = run.hardware.accelerator.device
-    model = _build_model(run.recipe, run.task, run.rows, None).to(device)
+    model = build_model(run.recipe, PreparedData(run.task, run.rows, [], run.plan)).to(device)
     compute_in(model, run.recipe, device.type)
     optimizer = build_optimizer(model, run.recipe, fused=device.type == "cuda")
     rows: Any = Rows(run.rows.train, run.task, training=True, bins=run.rows.bins)
@@ -99,11 +99,11 @@ def bare(run: Any, accumulation: int, losses: list[Tensor]) -> Iterator[None]:
 
 
 def ours(run: Any, losses: list[Tensor], *, recorded: bool) -> Iterator[None]:
-    """Train by ftcli's own loop; with `recorded` as `ftcli train` does, but for evaluations and saves."""
+    """Train with ftcli's loop; `recorded` adds the records of `ftcli train`, without evaluations and saves."""
     from contextlib import nullcontext
 
     from ftcli.loop import steps
-    from ftcli.report import Reporter
+    from ftcli.training.reporter import Reporter
 
     with Reporter(run) if recorded else nullcontext() as report:
         for step in steps(run):
@@ -113,21 +113,21 @@ def ours(run: Any, losses: list[Tensor], *, recorded: bool) -> Iterator[None]:
             yield
 
 
-def in_turns(contestants: dict[str, Iterator[None]], steps: int, block: int, warm: int) -> dict[str, list[float]]:
-    """Return milliseconds of a step in each block, by contestant; the first steps of each are left out."""
+def alternate(loops: dict[str, Iterator[None]], steps: int, block: int, warm: int) -> dict[str, list[float]]:
+    """Return the milliseconds per step of each block, by loop, without the first steps of each loop."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for contestant in contestants.values():
+    for loop in loops.values():
         for _ in range(warm):
-            next(contestant)
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+            next(loop)
+    times: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(steps // block):
-        for name, contestant in contestants.items():
-            (gc.enable if name == "bare" else gc.disable)()  # after its first steps our loop collects by the step
-            next(contestant)  # alone after another's
+        for name, loop in loops.items():
+            (gc.enable if name == "bare" else gc.disable)()  # ftcli collects garbage itself
+            next(loop)  # not timed: the first step after another loop
             wait()
             began = time.perf_counter()
             for _ in range(block):
-                next(contestant)
+                next(loop)
             wait()
             times[name].append(1000 * (time.perf_counter() - began) / block)
     gc.enable()
@@ -135,9 +135,9 @@ def in_turns(contestants: dict[str, Iterator[None]], steps: int, block: int, war
 
 
 def main() -> None:
-    """Measure and print."""
-    from ftcli.recipe_file import load_recipe
-    from ftcli.run import prepare
+    """Measure the loops and print one JSON line."""
+    from ftcli.config.load import load_recipe
+    from ftcli.training.setup import prepare
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SMALL, default="tiny")
@@ -146,37 +146,37 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--recipe", help="measure this recipe instead")
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--steps", type=int, default=400, help="of each, in blocks")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each loop, in blocks")
     parser.add_argument("--block", type=int, default=20)
     parser.add_argument("--warm", type=int, default=5, help="steps before the first block")
     parser.add_argument("--cpu", action="store_true")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        recipe = given.recipe or str(write_inputs(folder, given.shape, given.length, given.rows))
-        most = given.warm + (given.steps // given.block) * (given.block + 1) + 1
-        overrides = [f"train.max_steps={most}", "evaluate.at_start=false"]
-        if given.recipe is None:
-            overrides.append(f"batch.global_size={given.rows * given.accumulation}")
+        recipe = arguments.recipe or str(write_inputs(folder, arguments.shape, arguments.length, arguments.rows))
+        total = arguments.warm + (arguments.steps // arguments.block) * (arguments.block + 1) + 1
+        overrides = [f"train.max_steps={total}", "evaluate.at_start=false"]
+        if arguments.recipe is None:
+            overrides.append(f"batch.global_size={arguments.rows * arguments.accumulation}")
         runs, losses = [], {name: list[Tensor]() for name in ("bare", "ours", "recorded")}
         for output in (None, folder / "run"):
-            run = prepare(load_recipe(recipe, [*overrides, *given.set]), cpu=given.cpu, output=output)
+            run = prepare(load_recipe(recipe, [*overrides, *arguments.set]), cpu=arguments.cpu, output=output)
             runs.append(run)
-        contestants = {
+        loops = {
             "bare": bare(runs[0], runs[0].plan.accumulation, losses["bare"]),
             "ours": ours(runs[0], losses["ours"], recorded=False),
             "recorded": ours(runs[1], losses["recorded"], recorded=True),
         }
-        times = in_turns(contestants, given.steps, given.block, given.warm)
+        times = alternate(loops, arguments.steps, arguments.block, arguments.warm)
         medians = {name: statistics.median(values) for name, values in times.items()}
         extra = {
             name: statistics.median(a - b for a, b in zip(times[name], times["bare"], strict=True))
             for name in ("ours", "recorded")
         }
-        found = {
+        result = {
             "piece": "loop overhead",
-            "shape": given.recipe or given.shape,
-            "length": given.length,
+            "shape": arguments.recipe or arguments.shape,
+            "length": arguments.length,
             "micro_batches": runs[0].plan.accumulation,
             "device": runs[0].hardware.accelerator.device.type,
             "torch": torch.__version__,
@@ -185,9 +185,9 @@ def main() -> None:
             "more_percent": {name: 100 * value / medians["bare"] for name, value in extra.items()},
             "losses": {name: [float(values[0]), float(values[-1])] for name, values in losses.items()},
         }
-        print(json.dumps(found), flush=True)
-        for contestant in contestants.values():
-            contestant.close()  # type: ignore[attr-defined]
+        print(json.dumps(result), flush=True)
+        for loop in loops.values():
+            loop.close()  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What our dtype policy costs beside the backends' own bf16, and why their first loss is another one.
+"""Compare ftcli's dtype policy with the bf16 modes of the backends: cost, and the difference of the first loss.
 
     python benchmarks/precision.py RECIPE --processes 2 [--profiles zero3,fsdp] [--steps 12]
 
-`stock` is what Accelerate's `mixed_precision: bf16` gives: DeepSpeed's bf16.enabled (bfloat16 weights and residual
-stream, float32 masters made from the rounded weights), FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16,
-reduce_dtype=float32). `rounded` is our policy on weights that were rounded to bfloat16 first: it tells what rounding
-weights does apart from what a bfloat16 residual stream does. Loss and gradient norm of step 1 come before any update.
+`stock` is Accelerate's `mixed_precision: bf16`: DeepSpeed's bf16.enabled (bfloat16 weights and residual stream, float32
+master weights copied from the rounded ones), and FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16,
+reduce_dtype=float32). `rounded` is ftcli's policy on weights first rounded to bfloat16. It separates the effect
+of rounded weights from that of a bfloat16 residual stream. Loss and gradient norm of step 1 precede any update.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ftcli.testing import run_on_processes
 
 
 def measure(recipe: str, variant: str, steps: int, overrides: list[str]) -> dict[str, Any]:
-    """Return losses, gradient norms, trained tokens a second over the second half, and peak memory of one variant."""
+    """Return losses, gradient norms, trained tokens per second of the second half, and peak memory of one variant."""
     import ftcli.loop
-    import ftcli.run
-    from ftcli.recipe_file import load_recipe
+    import ftcli.training.setup
+    from ftcli.config.load import load_recipe
 
     precision = {"pure": "bf16_pure", "fp32": "fp32"}.get(variant, "bf16")
-    given = [f"precision={precision}", f"train.max_steps={steps}", "evaluate.at_start=false"]
-    loaded = load_recipe(recipe, [*given, "data.eval=null", *overrides])
+    settings = [f"precision={precision}", f"train.max_steps={steps}", "evaluate.at_start=false"]
+    loaded = load_recipe(recipe, [*settings, "data.eval=null", *overrides])
     if variant == "stock":
         _use_stock_bf16()
     if variant == "rounded":
         _round_weights()
-    run = ftcli.run.prepare(loaded)
+    run = ftcli.training.setup.prepare(loaded)
     torch.cuda.reset_peak_memory_stats()
     losses, norms, items, began = [], [], 0, 0.0
     for step in ftcli.loop.steps(run):
@@ -55,34 +55,38 @@ def measure(recipe: str, variant: str, steps: int, overrides: list[str]) -> dict
 
 
 def _use_stock_bf16() -> None:
-    """Hand precision back to the backends."""
+    """Restore the bf16 modes of the backends."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from ftcli.hardware import deepspeed, fsdp, precision
+    from ftcli.hardware import precision
+    from ftcli.hardware.deepspeed import DeepSpeed
+    from ftcli.hardware.fsdp import FSDP2
+    from ftcli.models import precision as models_precision
 
-    configure, options = deepspeed.configure, fsdp.options
+    configure, options = DeepSpeed.configure, FSDP2.accelerator_options
 
-    def stock_configure(accelerator: Any, recipe: Any, plan: Any) -> None:
-        configure(accelerator, recipe, plan)
+    def stock_configure(self: DeepSpeed, accelerator: Any, recipe: Any, plan: Any) -> None:
+        configure(self, accelerator, recipe, plan)
         accelerator.state.deepspeed_plugin.deepspeed_config["bf16"] = {"enabled": True}
 
-    def stock_options() -> dict[str, Any]:
-        found = options()
+    def stock_options(self: FSDP2) -> dict[str, Any]:
+        kwargs = options(self)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        found["fsdp_plugin"].mixed_precision_policy = policy
-        return found
+        kwargs["fsdp_plugin"].mixed_precision_policy = policy
+        return kwargs
 
-    deepspeed.configure, fsdp.options = stock_configure, stock_options
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED"):  # FSDP2 casts its float32 shards itself
-        precision.load_dtype = lambda recipe: torch.bfloat16
+    DeepSpeed.configure, FSDP2.accelerator_options = stock_configure, stock_options
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED"):  # FSDP2 casts its float32 shards
+        models_precision.load_dtype = lambda recipe: torch.bfloat16
     precision.compute_in = lambda model, recipe, device: None
     precision.check = lambda model, recipe: "left to the backend"
 
 
 def _round_weights() -> None:
-    import ftcli.run
+    """Round the weights of models to bfloat16 after they are built."""
+    import ftcli.training.setup
 
-    build = ftcli.run._build_model
+    build = ftcli.training.setup.build_model
 
     def rounded(*args: Any) -> Any:
         model = build(*args)
@@ -91,11 +95,11 @@ def _round_weights() -> None:
                 parameter.copy_(parameter.to(torch.bfloat16))
         return model
 
-    ftcli.run._build_model = rounded
+    ftcli.training.setup.build_model = rounded
 
 
 def main() -> None:
-    """Print one line a variant."""
+    """Measure, and print one line for each variant."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--processes", type=int, default=2)
@@ -109,7 +113,7 @@ def main() -> None:
     for profile, processes, variant in cells:
         name = f"{profile} x{processes} {variant}"
         try:
-            found = run_on_processes(
+            result = run_on_processes(
                 measure,
                 str(arguments.recipe),
                 variant,
@@ -121,10 +125,10 @@ def main() -> None:
         except RuntimeError as error:
             print(f"{name}: failed: {str(error).strip().splitlines()[-1]}", flush=True)
             continue
-        losses = " ".join(f"{loss:.5f}" for loss in found["loss"][:4])
+        losses = " ".join(f"{loss:.5f}" for loss in result["loss"][:4])
         print(
-            f"{name:<18} losses {losses} ... {found['loss'][-1]:.5f}  norm 1 {found['norm'][0]:.5f}  "
-            f"{found['step_ms']:.1f} ms a step  {found['tokens']:,.0f} tokens/s  {found['memory']:.1f} GB",
+            f"{name:<18} losses {losses} ... {result['loss'][-1]:.5f}  norm 1 {result['norm'][0]:.5f}  "
+            f"{result['step_ms']:.1f} ms per step  {result['tokens']:,.0f} tokens/s  {result['memory']:.1f} GB",
             flush=True,
         )
 

@@ -2,9 +2,9 @@
 
     python benchmarks/random_model.py qwen3-0.6b FOLDER --rows 512 --precision bf16 --steps 20
 
-Nothing is downloaded: the tokenizer is byte-level and the rows are random words, so a loss says nothing about
-language; what counts is that every profile gives the same one. `--median 330` draws the lengths of answers as chats
-have them, log-normal with that median in tokens, and lets rows be of 4096 tokens.
+Nothing is downloaded: the tokenizer is byte-level and the rows are random words. Losses are meaningful only in
+comparison between profiles. `--median 330` draws answer lengths as in chats, log-normal with this median in tokens, and
+sets the maximum length of rows to 4096 tokens.
 """
 
 from __future__ import annotations
@@ -18,42 +18,18 @@ from typing import Any
 
 import torch
 import yaml
+from cells.shapes import SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from ftcli.testing import tiny_tokenizer
 
 MAX_LENGTH, SIGMA = 4096, 0.9
-SHAPES = {
-    "tiny": (
-        LlamaConfig,
-        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 512},
-    ),
-    "smollm2-135m": (
-        LlamaConfig,
-        {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-         "num_key_value_heads": 3, "vocab_size": 49152},
-    ),
-    "qwen3-0.6b": (
-        Qwen3Config,
-        {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
-    ),
-    "llama-3.2-1b": (
-        LlamaConfig,
-        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
-    ),
-    "llama-3.1-8b": (
-        LlamaConfig,
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False},
-    ),
-}  # fmt: skip
+KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+SHAPES = {name: (KINDS[kind], sizes) for name, (kind, sizes) in SIZES.items()}
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """Write random float32 weights of a shape, drawn on the GPU if there is one, with a byte-level tokenizer."""
+    """Write random float32 weights of a shape and a byte-level tokenizer. A GPU draws the weights if there is one."""
     kind, sizes = SHAPES[shape]
     tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
     config = kind(**{"tie_word_embeddings": True, **sizes}, **tokens, max_position_embeddings=MAX_LENGTH)
@@ -65,9 +41,9 @@ def write_model(shape: str, folder: Path) -> None:
 
 
 def write_rows(path: Path, rows: int, seed: int = 0, median: int | None = None) -> None:
-    """Write prompts and completions of random words, of lengths between a few and a few hundred characters.
+    """Write prompts and completions of random words, with a few to a few hundred characters.
 
-    With `median` completions are log-normal, of so many characters (tokens) in the median, and at most 4000.
+    With `median`, the lengths of completions are log-normal with this median in characters (tokens), and at most 4000.
     """
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 8))) for _ in range(200)]

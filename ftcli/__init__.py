@@ -1,6 +1,6 @@
-"""Fine-tuning over Hugging Face Accelerate: a recipe says what is trained, a profile says where.
+"""Fine-tune models with Hugging Face Accelerate: a recipe defines the training, a profile defines the hardware.
 
-The public names below are loaded on first use, so that `import ftcli` touches neither torch nor a GPU.
+The public names below are imported on first use, so that `import ftcli` imports neither torch nor a GPU library.
 """
 
 from __future__ import annotations
@@ -8,40 +8,57 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ftcli._version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from .adapters import disable_adapter as disable_adapter
-    from .checks import check as check
-    from .errors import InputError as InputError
-    from .evaluation import evaluate as evaluate
-    from .exports import export as export
-    from .generation import generate as generate
-    from .launcher import train as train
-    from .loop import steps as steps
-    from .own_loop import prepare as prepare
-    from .parity import compare_profiles as compare_profiles
-    from .preview import preview_data as preview_data
-    from .recipe_file import load_recipe as load_recipe
-    from .run_folder import RunFolder as RunFolder
-    from .supervision import LaunchError as LaunchError
+    from ftcli.checkpoint.export import export as export
+    from ftcli.config.load import load_recipe as load_recipe
+    from ftcli.inference.generate import generate as generate
+    from ftcli.launch.launcher import train as train
+    from ftcli.launch.submit import submit as submit
+    from ftcli.launch.supervisor import LaunchError as LaunchError
+    from ftcli.loop import steps as steps
+    from ftcli.models.adapters import disable_adapter as disable_adapter
+    from ftcli.reports.check import check as check
+    from ftcli.reports.doctor import doctor as doctor
+    from ftcli.reports.parity import compare_profiles as compare_profiles
+    from ftcli.reports.plan import plan as plan
+    from ftcli.reports.preview import preview_data as preview_data
+    from ftcli.reports.push import push as push
+    from ftcli.reports.report import write_report as write_report
+    from ftcli.reports.run_comparison import compare_runs as compare_runs
+    from ftcli.reports.tracing.trace import trace as trace
+    from ftcli.runtime.errors import InputError as InputError
+    from ftcli.runtime.run_folder import RunFolder as RunFolder
+    from ftcli.training.checkpointing import save_checkpoint as save_checkpoint
+    from ftcli.training.evaluation import evaluate as evaluate
+    from ftcli.training.own_loop import prepare as prepare
 
-__version__ = "0.1.0"
 
-# Public name -> module. No name may equal a module's: Python would hand out the module after its import.
-_HOMES = {
-    "InputError": "errors",
-    "LaunchError": "supervision",
-    "RunFolder": "run_folder",
-    "check": "checks",
-    "compare_profiles": "parity",
-    "disable_adapter": "adapters",
-    "evaluate": "evaluation",
-    "export": "exports",
-    "generate": "generation",
-    "load_recipe": "recipe_file",
-    "prepare": "own_loop",
-    "preview_data": "preview",
-    "steps": "loop",
-    "train": "launcher",
+# Public name -> module. A name must not equal that of a submodule: importing the submodule would replace it.
+_MODULES = {
+    "InputError": "ftcli.runtime.errors",
+    "LaunchError": "ftcli.launch.supervisor",
+    "RunFolder": "ftcli.runtime.run_folder",
+    "check": "ftcli.reports.check",
+    "compare_profiles": "ftcli.reports.parity",
+    "compare_runs": "ftcli.reports.run_comparison",
+    "disable_adapter": "ftcli.models.adapters",
+    "doctor": "ftcli.reports.doctor",
+    "evaluate": "ftcli.training.evaluation",
+    "export": "ftcli.checkpoint.export",
+    "generate": "ftcli.inference.generate",
+    "load_recipe": "ftcli.config.load",
+    "plan": "ftcli.reports.plan",
+    "prepare": "ftcli.training.own_loop",
+    "preview_data": "ftcli.reports.preview",
+    "push": "ftcli.reports.push",
+    "save_checkpoint": "ftcli.training.checkpointing",
+    "steps": "ftcli.loop",
+    "submit": "ftcli.launch.submit",
+    "trace": "ftcli.reports.tracing.trace",
+    "train": "ftcli.launch.launcher",
+    "write_report": "ftcli.reports.report",
 }
 
 __all__ = [
@@ -50,22 +67,30 @@ __all__ = [
     "RunFolder",
     "check",
     "compare_profiles",
+    "compare_runs",
     "disable_adapter",
+    "doctor",
     "evaluate",
     "export",
     "generate",
     "load_recipe",
+    "plan",
     "prepare",
     "preview_data",
+    "push",
+    "save_checkpoint",
     "steps",
+    "submit",
+    "trace",
     "train",
+    "write_report",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ftcli' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -1,144 +1,166 @@
-"""The one loop: optimizer steps, evaluation, and the default way to run both. Names no task, model or hardware.
-
-`steps` is a generator, so the body of the caller's own `for` is the only hook there is; `train` is the default body.
-"""
+"""Run the training loop. There are no callbacks: users write a loop over `steps`, and `train` is the default one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
-from .artifacts import save_final
-from .checkpoint import make_up, save
-from .evaluation import measure
-from .faults import Stopped
-from .garbage import collected
-from .gradient_watch import check_gradients, check_still_trained
-from .hardware.out_of_memory import out_of_memory_told
-from .losses import sum_by_source
-from .nonfinite import go_back
-from .report import Reporter
-from .schedule import due
-from .step import Step
-from .windows import windows
+from ftcli.runtime.stop import Stopped
+from ftcli.training.batches.window import windows
+from ftcli.training.checkpointing import record_missed_metrics, roll_back, save_checkpoint
+from ftcli.training.evaluation import measure
+from ftcli.training.final_weights import save_final
+from ftcli.training.first_pass import losses_of
+from ftcli.training.garbage_collection import close_at_exit, collect_between_steps
+from ftcli.training.gradient_watch import check_gradients, check_still_trained
+from ftcli.training.memory import explain_out_of_memory
+from ftcli.training.reporter import Reporter
+from ftcli.training.run import due
+from ftcli.training.step import Step
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ftcli.training.batches.window import AccumulationWindow, ControlMessage
+    from ftcli.training.run import Run
 
 
 def steps(run: Run) -> Iterator[Step]:
-    """Train: yield after each optimizer step; when bad steps are undone (recipe: `faults`), numbers go back.
+    """Train, and yield after each optimizer step. A collective: call it on all ranks, and leave it at the same step.
 
-    A loop that was left continues after its last step when `steps` is called again; all processes must leave it at
-    the same step. A run of `ftcli.prepare` with `output` writes metrics and status into its folder.
+    After a roll-back (`faults.non_finite: rollback`) the step numbers continue from the checkpoint. A second call of
+    `steps` continues after the last step. A run of `ftcli.prepare` with `output` writes metrics and status.
+
+    Args:
+        run: A run from `ftcli.prepare`.
+
+    Yields:
+        The finished step. Reading its loss waits for the device.
 
     Raises:
-        InputError: the model, the optimizer or the learning rate of the run was replaced.
-        RunError: the run cannot continue: a step was interrupted halfway, or a step is not finite.
+        InputError: The model, the optimizer or the learning rate of the run was replaced.
+        RunError: A step was interrupted, or is not finite.
+
+    Example:
+        >>> for step in ftcli.steps(run):
+        ...     print(step.number, step.loss)
     """
+    return close_at_exit(_steps(run))
+
+
+def _steps(run: Run) -> Generator[Step, None, None]:
     turn = run.progress.enter(run)
     with nullcontext() if run.record is None else run.record:
         while True:
-            if run.flags.must_go_back:
-                go_back(run)
-            yield from collected(_stretch(run, turn), run.first_step)
-            if not run.flags.must_go_back:
+            if run.guard.must_roll_back:
+                roll_back(run)
+            yield from collect_between_steps(_train_until_undone(run, turn), run.first_step)
+            if not run.guard.must_roll_back:
                 return
 
 
-def _stretch(run: Run, turn: int) -> Iterator[Step]:
-    """Train from `run.first_step` on, to the end or to a step that must be undone.
+def _train_until_undone(run: Run, turn: int) -> Iterator[Step]:
+    """Train from `run.first_step` to the end, or to a step that must be undone.
 
-    The loss of a step is the sum over its items divided by the items of the whole global batch, that of a source by
-    its own items there. Accelerate divides by the accumulation and the ranks are averaged, so each micro-batch's sum
-    is multiplied by both first.
+    The loss is the sum of terms, each the sum of its contributions divided by its count in the global batch (terms.py).
+    Accelerate divides by the accumulation and averages over ranks, so micro-batch sums are multiplied by both first.
     """
-    accelerator, model, optimizer, heart = run.hardware.accelerator, run.model, run.optimizer, run.heart
-    sources = run.rows.sources
+    model, optimizer, heartbeat = run.model, run.optimizer, run.heartbeat
     model.train()
     weights = run.hardware.trained(model)
-    zero: torch.Tensor = torch.zeros(1 + len(sources), device=accelerator.device)
-    run.stop.start_clock(run.recipe.train.max_minutes)  # not before: each launch does a step
+    zero: torch.Tensor = torch.zeros(run.terms.width, device=run.hardware.accelerator.device)
+    run.stop.start_clock(run.recipe.train.max_minutes)  # only now, so that each launch makes at least one step
     ahead = windows(run)
     window = next(ahead, None)
     for number in range(run.first_step, run.steps):
         assert window is not None
         check_still_trained(run, weights)
-        heart.beat("waiting for ranks", number)
-        items, samples, rows, _, *more = window.agreed()
-        run.settle_stream(more[len(run.rows.sources) :], number + 1)
+        heartbeat.beat("waiting for ranks", number)
+        message = window.message()
+        run.apply_stream_counts(message.stream_counts, number + 1)
         rate = run.learning_rate(number)
-        run.progress.begin_step(run, rate)  # before the window: some backends step inside backward
+        run.progress.begin_step(run, rate)  # before the window, because DeepSpeed steps inside backward
         run.reseed(number)
-        scale = run.plan.accumulation * run.plan.processes / max(items, 1)
-        sums, losses = zero, []  # summed loss of this rank and of each source; of each micro-batch
-        for batch in run.hardware.micro_batches(window.batches if rows else ()):  # no row is left: nothing moves
-            with run.hardware.accumulating(model):
-                heart.beat("forward", number)
-                item_sources = batch.pop("item_sources", None)
-                parts = run.task.loss(model, batch)
-                loss = parts.sum()
-                heart.beat("backward", number)
-                run.hardware.backward(loss * scale)
-                losses.append(loss.detach())
-                found = sum_by_source(losses[-1], parts.detach(), item_sources, len(sources))
-                sums = found if sums is zero else sums + found
-        norm = run.hardware.clip(weights, run.recipe.optimizer.max_grad_norm) if rows else zero[0]
-        if rows:
+        sums, losses = _accumulate(run, window, message, zero, number)
+        heartbeat.beat("optimizer", number)
+        norm = run.hardware.clip_grad_norm(weights, run.recipe.optimizer.max_grad_norm) if message.rows else zero[0]
+        if message.rows:
             run.hardware.step(optimizer)
-        sums = run.hardware.ranks.sum_on_device(sums)
-        mean = sums[0] / max(items, 1)
-        done = window
-        heart.beat("loading rows", number)
-        window = next(ahead, None)  # the host prepares the next rows while the device works
-        heart.beat("waiting for the device", number)
-        if not run.flags.settle():  # of the step before: the device works on this one
+        means = run.terms.means(run.hardware.ranks.sum_on_device(sums), message)
+        heartbeat.beat("loading rows", number)
+        done, window = window, next(ahead, None)  # the host loads the next rows while the device computes
+        heartbeat.beat("waiting for the device", number)
+        if not run.guard.check_previous_step():  # reads values of the step before; this step is still on the device
             break
-        run.flags.watch(number + 1, done.ids, losses, loss=mean, norm=norm)
+        run.guard.watch(number + 1, done.ids, losses, loss=means.loss, norm=norm)
         check_gradients(run, number + 1)
         run.progress.end_step(number + 1)
         step = Step(
             number=number + 1,
             learning_rate=rate,
-            items=items,
-            samples=samples % 2**64,
-            rows=rows,
+            items=message.items,
+            samples=message.digest % 2**64,
+            rows=message.rows,
             data_seconds=done.seconds,
-            stop=window is not None and window.agreed()[3] > 0,  # the newest message, so at this very step
-            loss_tensor=mean,
+            stop=window is not None and window.message().stop_requests > 0,  # the newest message of all ranks
+            loss_tensor=means.loss,
             norm_tensor=norm,
-            source_items=dict(zip(sources, more[: len(sources)], strict=True)),
-            source_tensor=sums[1:],
+            means=means,
         )
         if run.record is not None:
             run.record.step(step)
         yield step
-        run.progress.check_turn(turn)
-        if run.flags.must_go_back:  # the caller has asked
+        run.progress.check_loop(turn)
+        if run.guard.must_roll_back:  # the caller may have checked the step
             break
         run.hardware.train(model)  # the caller may have evaluated
     if window is not None:
-        window.agreed()  # its message is under way
-    run.flags.settle()
+        window.message()  # completes the collective that was started
+    run.guard.check_previous_step()
+
+
+def _accumulate(
+    run: Run, window: AccumulationWindow, message: ControlMessage, zero: torch.Tensor, number: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Run forward and backward for every micro-batch of a window. Gradients are summed over ranks in the last one.
+
+    Returns (sums of this rank by terms.py, loss of each micro-batch). The sums are `zero` for a step without rows.
+    """
+    sums, losses = zero, []
+    factors = run.terms.factors(message, run.plan.accumulation * run.plan.processes)
+    loss_of = losses_of(run, window, message, number)
+    batches = run.hardware.micro_batches(window.batches if message.rows else ())  # without rows there are no copies
+    for micro, batch in enumerate(batches):
+        with run.hardware.accumulating(run.model):
+            run.heartbeat.beat("forward", number)
+            item_sources = batch.pop("item_sources", None)
+            contributions = run.terms.read(loss_of(micro, batch))
+            run.heartbeat.beat("backward", number)
+            run.hardware.backward(contributions.scaled(factors))
+            losses.append(contributions.unscaled())
+            of_batch = run.terms.sums(contributions, item_sources)
+            sums = of_batch if sums is zero else sums + of_batch
+    return sums, losses
 
 
 def train(run: Run) -> None:
-    """Train to the end: record, evaluate, save, stop when asked; then write the final weights.
+    """Train to the end, with records, evaluations and checkpoints, and write the final weights. A collective.
 
-    Once asked to stop, nothing is begun that resuming can do: a step's evaluation that was cut short or left out is
-    not recorded, and the resumed run begins with it.
+    Args:
+        run: A run from `ftcli.prepare`.
+
+    Raises:
+        RunError: The run cannot continue.
     """
-    run.record = None  # this body writes by itself
-    with Reporter(run) as report, run.saving, out_of_memory_told(run):
+    run.record = None  # the `Reporter` below writes the records
+    with Reporter(run) as report, run.saving, run.settings, explain_out_of_memory(run):
         metrics: dict[str, float] | None = {}
         stops = run.hardware.ranks.any(run.stop.requested(now=True))
         if run.starts_with_evaluation and not stops:
             metrics = _measure(run, report, run.first_step)
-            make_up(run, metrics)
+            record_missed_metrics(run, metrics)
         if stops or metrics is None:
             report.stopped(run.first_step)
             return
@@ -146,15 +168,15 @@ def train(run: Run) -> None:
             report.step(step)
             evaluates = run.evaluates and due(step.number, run.recipe.evaluate.every_steps, run.steps)
             saves = step.stop or due(step.number, run.recipe.checkpoint.every_steps, run.steps)
-            if (evaluates or saves) and not run.flags.settle():
-                continue  # `steps` goes back
+            if (evaluates or saves) and not run.guard.check_previous_step():
+                continue  # `steps` rolls back
             metrics = {}
             if evaluates:
-                metrics = None if step.stop else _measure(run, report, step.number)
+                metrics = None if step.stop else _measure(run, report, step.number)  # None: the resumed run repeats it
             stops = step.stop or metrics is None
             if (stops or saves) and run.folder is not None:
                 started = time.perf_counter()
-                folder = save(run, step.number, metrics, background=run.recipe.checkpoint.background)
+                folder = save_checkpoint(run, step.number, metrics, background=run.recipe.checkpoint.background)
                 report.saved(step.number, folder, time.perf_counter() - started)
             if stops:
                 run.saving.wait()
@@ -167,7 +189,7 @@ def train(run: Run) -> None:
 
 
 def _measure(run: Run, report: Reporter, step: int) -> dict[str, float] | None:
-    """Evaluate, answer prompts, record and return the metrics; None when the run was asked to stop meanwhile."""
+    """Evaluate, answer prompts, record and return the metrics; None after a stop request. A collective."""
     try:
         metrics, answers = measure(run)
     except Stopped:

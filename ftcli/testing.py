@@ -1,11 +1,10 @@
-"""Test tools that ship: tiny real models and tokenizers built in memory, and any function on several CPU processes.
+"""Build tiny real models and tokenizers, and run functions on several processes, for tests of tasks.
 
-Nothing is downloaded and nothing is mocked; a task written elsewhere can be held to the same contract with these.
+Nothing is downloaded and nothing is mocked. `check_task` applies ftcli's contract tests to a user's own task.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import sys
@@ -13,140 +12,63 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from .task_contract import CHECKS as CHECKS
-from .task_contract import TaskCase as TaskCase
-from .task_contract import check_task as check_task
+from ftcli.runtime.fork_server import fork_context
+from ftcli.runtime.patches import declare
+from ftcli.task_contract import CHECKS as CHECKS
+from ftcli.task_contract import TaskCase as TaskCase
+from ftcli.task_contract import check_task as check_task
+from ftcli.tiny_models import CHAT_TEMPLATE as CHAT_TEMPLATE
+from ftcli.tiny_models import NO_WEIGHTS as NO_WEIGHTS
+from ftcli.tiny_models import save_hollow as save_hollow
+from ftcli.tiny_models import save_tiny_causal as save_tiny_causal
+from ftcli.tiny_models import save_tiny_encoder as save_tiny_encoder
+from ftcli.tiny_models import save_tiny_mobilenet as save_tiny_mobilenet
+from ftcli.tiny_models import save_tiny_vit as save_tiny_vit
+from ftcli.tiny_models import tiny_tokenizer as tiny_tokenizer
 
-# What every rank would import for itself, in seconds each; a server process does it once, and ranks fork from it.
-PRELOADED = ["deepspeed", "peft", "datasets", "ftcli.worker", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher"]
+LAUNCHER = declare(
+    __name__,
+    "launcher-environment",
+    library="accelerate",
+    versions=">=1.15,<1.16",
+    purpose="Returns the variables that Accelerate's launcher exports for a profile, without starting it",
+    without="Tests cannot run functions under a profile.",
+    alternative="None: the launcher merges a profile with its arguments in this private function.",
+    apis=(
+        "accelerate.commands.launch:_validate_launch_command",
+        "accelerate.utils.launch:prepare_deepspeed_cmd_env",
+        "accelerate.utils.launch:prepare_multi_gpu_env",
+    ),
+    required=True,
+)
+# Slow imports of every rank. A server process imports them once, and ranks fork from it.
+PRELOADED = [
+    "deepspeed",
+    "peft",
+    "datasets",
+    "ftcli.launch.worker",
+    "ftcli.loop",
+    "ftcli.checkpoint.final",
+    "ftcli.launch.launcher",
+]
 PRELOADED += ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "accelerate.utils"]
-PRELOADED += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # with torch's compiler, which DeepSpeed's start asks for
-# What ranks on GPUs fork from: a process that has started CUDA cannot give it to those that fork from it, and none of
-# these asks for a device while it is imported. These do, so each rank imports them for itself: transformers' models
-# (through torchao), peft (through bitsandbytes), deepspeed, liger_kernel.
-BEFORE_CUDA = ["datasets", "ftcli.worker", "ftcli.loop", "ftcli.artifacts", "ftcli.launcher", "accelerate.utils"]
+PRELOADED += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # imports torch's compiler
+# Imports of the server process for ranks on GPUs. CUDA does not work in a process that is forked after CUDA was
+# initialised, so the list has only modules that do not initialise it. Each rank imports the others itself:
+# transformers' models (through torchao), peft (through bitsandbytes), deepspeed and liger_kernel.
+BEFORE_CUDA = [
+    "datasets",
+    "ftcli.launch.worker",
+    "ftcli.loop",
+    "ftcli.checkpoint.final",
+    "ftcli.launch.launcher",
+    "accelerate.utils",
+]
 BEFORE_CUDA += ["torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict"]
 BEFORE_CUDA += ["transformers.masking_utils", "transformers.cache_utils", "sklearn.metrics"]
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"  # a whole safetensors file that holds none
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def tiny_tokenizer() -> Any:
-    """Return a byte-level tokenizer of 258 tokens with a ChatML template; padding and end token are the same."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<|im_start|>", "<|im_end|>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=512,
-    )
-
-
-def save_tiny_causal(folder: Path, *, tied: bool = True, **sizes: int) -> Path:
-    """Write a two-layer Llama whose sizes no small world divides, with its tokenizer.
-
-    `sizes` replaces some of them, in the words of LlamaConfig, where a test needs more to measure.
-    """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    tiny: dict[str, Any] = {
-        "vocab_size": 259,
-        "hidden_size": 32,
-        "intermediate_size": 63,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    config = LlamaConfig(**tiny | sizes, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=1)
-    return _save(LlamaForCausalLM(config), tiny_tokenizer(), folder)
-
-
-def save_tiny_encoder(folder: Path) -> Path:
-    """Write a two-layer BERT without a head, with its tokenizer."""
-    import torch
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=259,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=63,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
-        pad_token_id=1,
-    )
-    return _save(BertModel(config), tiny_tokenizer(), folder)
-
-
-def save_tiny_vit(folder: Path) -> Path:
-    """Write a two-layer vision transformer for 16-pixel images, with its image processor."""
-    import torch
-    from transformers import ViTConfig, ViTModel
-
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=16,
-        patch_size=8,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=63,
-    )
-    return _save(ViTModel(config), _image_processor("ViT", 16), folder)
-
-
-def save_tiny_mobilenet(folder: Path) -> Path:
-    """Write a thin MobileNetV2 (batch normalisation, no input embeddings), with its image processor."""
-    import torch
-    from transformers import MobileNetV2Config, MobileNetV2Model
-
-    torch.manual_seed(0)
-    config = MobileNetV2Config(image_size=32, depth_multiplier=0.25, min_depth=8, tf_padding=False)
-    return _save(MobileNetV2Model(config), _image_processor("MobileNetV2", 32), folder)
-
-
-def _image_processor(name: str, size: int) -> Any:
-    import importlib
-
-    module = importlib.import_module(f"transformers.models.{name.lower().replace('v2', '_v2')}")
-    kind = getattr(module, f"{name}ImageProcessorPil", None) or getattr(module, f"{name}ImageProcessor")
-    side = {"height": size, "width": size}
-    return kind(size=side, crop_size=side, do_center_crop=False) if name != "ViT" else kind(size=side)
-
-
-def save_hollow(folder: Path, **config: Any) -> Path:
-    """Write a folder that looks like a model to what only looks at files: a configuration, and weights without any."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(NO_WEIGHTS)
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
-
-
-def _save(model: Any, processor: Any, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
 
 
 @contextmanager
@@ -165,19 +87,25 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def profile_environment(profile: str, processes: int = 2) -> dict[str, str]:
-    """Return what Accelerate's own launcher exports for one of our profiles, by name."""
+    """Return the environment variables that Accelerate's launcher sets for a profile.
+
+    Args:
+        profile: Name or path of the profile.
+        processes: Number of processes.
+    """
+    LAUNCHER.require()
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    from .profiles import load_profile
+    from ftcli.config.profile import load_profile
 
-    found = load_profile(profile)
-    line = ["--config_file", str(found.path), "--num_processes", str(processes), "--main_process_port", "0", "x.py"]
+    loaded = load_profile(profile)
+    line = ["--config_file", str(loaded.path), "--num_processes", str(processes), "--main_process_port", "0", "x.py"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(line))
-    if found.distributed_type == "NO":
+    if loaded.distributed_type == "NO":
         return {}
-    if found.distributed_type == "DEEPSPEED":
-        arguments.deepspeed_fields_from_accelerate_config = ",".join(found.values["deepspeed_config"])
+    if loaded.distributed_type == "DEEPSPEED":
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(loaded.values["deepspeed_config"])
         _, exported = prepare_deepspeed_cmd_env(arguments)
     else:
         exported = prepare_multi_gpu_env(arguments)
@@ -186,61 +114,60 @@ def profile_environment(profile: str, processes: int = 2) -> dict[str, str]:
 
 
 def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, profile: str = "ddp") -> list[Any]:
-    """Return what `run_on_processes` returns, with every GPU of this machine out of sight.
+    """Run a function on several CPU processes, with all GPUs hidden.
 
-    Ranks fork from one process that has imported everything. So the first call of a process takes the time of these
-    imports, and each later one begins within a second.
+    Ranks fork from one process that has imported all libraries. The first call takes the time of these imports. Later
+    calls start within a second.
+
+    Args:
+        function: A function at the top level of a module.
+        args: Its arguments.
+        processes: Number of ranks.
+        profile: Name or path of the profile; "single" for no distribution.
+
+    Returns:
+        The results of all ranks, in order of rank.
+
+    Raises:
+        RuntimeError: A rank raised an exception. The message has its traceback.
+
+    Example:
+        >>> run_on_cpu(train_and_return_loss, "recipe.yaml", processes=2, profile="fsdp")
     """
     with environment(**ON_CPU):
-        return _run(forking(PRELOADED), function, args, processes, profile)
-
-
-def forking(preloaded: list[str]) -> Any:
-    """Return a multiprocessing context whose processes fork from one that has imported these modules.
-
-    That server has the environment of the first start, so `PRELOADED` is to be used where `ON_CPU` is the environment.
-    A process has one server at a time: one that has other modules is ended.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    from multiprocessing import forkserver
-
-    server: Any = forkserver._forkserver
-    if server._preload_modules != preloaded:
-        server._stop()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preloaded)
-    return context
+        return _run(fork_context(PRELOADED), function, args, processes, profile)
 
 
 @cache
 def forks_may_start(start: Callable[[], None]) -> bool:
-    """Say whether processes that fork from the server of `BEFORE_CUDA` can do what `start` does: one tries, and ends.
+    """Return whether a process that forks from the server of `BEFORE_CUDA` can run `start`. One process tries it.
 
-    When it raises, dies or hangs, one line on stderr says so.
+    If it raises, dies or hangs, one line is printed to stderr.
     """
-    context = forking(BEFORE_CUDA)
-    told = context.SimpleQueue()
-    child = context.Process(target=_try_to, args=(start, told), daemon=True)
+    context = fork_context(BEFORE_CUDA)
+    answers = context.SimpleQueue()
+    child = context.Process(target=_try_to, args=(start, answers), daemon=True)
     child.start()
     child.join(timeout=120)
-    problem = "it hangs" if child.is_alive() else "it died" if told.empty() else told.get()
+    problem = "it hangs" if child.is_alive() else "it died" if answers.empty() else answers.get()
     child.kill()
     child.join()
     if problem:
         print(
-            f"ranks do not fork, each imports all it needs: one that forked could not start: {problem}", file=sys.stderr
+            f"ranks do not fork, and each imports all libraries: a forked process could not start: {problem}",
+            file=sys.stderr,
         )
     return not problem
 
 
-def _try_to(start: Callable[[], None], told: Any) -> None:
+def _try_to(start: Callable[[], None], answers: Any) -> None:
+    """Call `start` and put its error message into a queue; an empty one if there is no error."""
     try:
         start()
     except Exception as error:
-        told.put(f"{type(error).__name__}: {error}")
+        answers.put(f"{type(error).__name__}: {error}")
         return
-    told.put("")
+    answers.put("")
 
 
 def _start_cuda() -> None:
@@ -250,10 +177,10 @@ def _start_cuda() -> None:
 
 
 def meeting_point(processes: int) -> tuple[Any, dict[str, str]]:
-    """Return a store that this process serves, and the environment with which `processes` ranks of one host meet there.
+    """Return a store that this process serves, and the environment for `processes` ranks of one host to use it.
 
-    A port that is looked for here and opened by rank 0 seconds later may be taken by then; this one is open already,
-    and torch's ranks join it as they join the one of torchrun's agent. The ranks can meet while the store is kept.
+    A free port that rank 0 opens seconds later may be in use by then. The port of this store is already open, and ranks
+    connect to it as to the store of torchrun's agent. The caller must keep the store while ranks connect.
     """
     from torch.distributed import TCPStore
 
@@ -269,14 +196,14 @@ def meeting_point(processes: int) -> tuple[Any, dict[str, str]]:
 
 
 def run_on_processes(function: Callable[..., Any], *args: Any, processes: int = 2, profile: str = "ddp") -> list[Any]:
-    """Return what `function(*args)` returned on each of `processes` ranks under a profile's environment.
+    """Run a function on several ranks under a profile's environment, on GPUs if there are any.
 
-    The function must be importable (top level of a module) and may prepare several runs after each other. An
-    exception on any rank is raised here with that rank's traceback. Ranks fork from one process that has imported what
-    starts no CUDA, where that leaves CUDA to them; else each is a new process.
+    The function may prepare several runs one after another. Ranks fork from one process that has imported the libraries
+    that do not initialise CUDA. If forked processes cannot use CUDA, each rank is a new process. Arguments, results and
+    errors are those of `run_on_cpu`.
     """
     with environment(OMP_NUM_THREADS="1"):
-        context = forking(BEFORE_CUDA) if forks_may_start(_start_cuda) else multiprocessing.get_context("spawn")
+        context = fork_context(BEFORE_CUDA) if forks_may_start(_start_cuda) else multiprocessing.get_context("spawn")
         return _run(context, function, args, processes, profile)
 
 
@@ -285,10 +212,10 @@ def _run(context: Any, function: Callable[..., Any], args: tuple[Any, ...], proc
     shared = {} if profile == "single" else shared | profile_environment(profile, processes)
     shared = dict(os.environ) | {"OMP_NUM_THREADS": "1"} | shared
     results: Any = context.Queue()
-    children = [  # not daemons: those may not start loader processes of their own
+    children = [  # not daemons, because those may not start loader processes
         context.Process(target=_on_rank, args=(rank, shared, function, args, results)) for rank in range(processes)
     ]
-    found: dict[int, Any] = {}
+    values: dict[int, Any] = {}
     try:
         for child in children:
             child.start()
@@ -296,21 +223,21 @@ def _run(context: Any, function: Callable[..., Any], args: tuple[Any, ...], proc
             rank, value, error = results.get(timeout=600)
             if error is not None:
                 raise RuntimeError(f"rank {rank} failed:\n{error}")
-            found[rank] = value
+            values[rank] = value
         for child in children:
             child.join(timeout=60)
     finally:
         for child in children:
             child.kill()
-    return [found[rank] for rank in range(processes)]
+    return [values[rank] for rank in range(processes)]
 
 
 def _on_rank(rank: int, shared: dict[str, str], function: Callable[..., Any], args: Any, results: Any) -> None:
-    os.environ.clear()  # one that forked has the environment of an earlier call
+    os.environ.clear()  # a forked process has the environment of an earlier call
     os.environ.update(shared)
     if "WORLD_SIZE" in shared:
         os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    multiprocessing.set_start_method(None, force=True)  # processes of a rank's own start as in any run
+    multiprocessing.set_start_method(None, force=True)  # of processes that a rank starts
     import torch
 
     torch.set_num_threads(1)

@@ -1,18 +1,21 @@
-"""What every test shares: caches of its own, of prepared rows and of compiled code, apart from the user's."""
+"""Fixtures of all tests: temporary caches, tiny inputs (`inputs`, `make_inputs`) and the command line (`run_cli`)."""
 
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import shutil
 import signal
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from .support.runner import Finished, MakeInputs, RunCli
 
 # A shell has what it starts in the background ignore Ctrl-C, and Python then raises no KeyboardInterrupt for it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -24,13 +27,7 @@ HUB_CACHE = tempfile.mkdtemp(prefix="ftcli-hub-cache-")
 os.environ["HF_HUB_CACHE"] = HUB_CACHE
 atexit.register(shutil.rmtree, HUB_CACHE, ignore_errors=True)
 
-STARTED = time.monotonic()
 SECONDS: Counter[str] = Counter()  # of tests with their fixtures, by folder
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the time limit of a whole run."""
-    parser.addoption("--limit-minutes", type=float, help="fail a run that takes longer, although all tests passed")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -38,50 +35,94 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     SECONDS[report.nodeid.rpartition("::")[0].rpartition("/")[0].partition("[")[0]] += report.duration
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that took longer than its limit."""
-    limit = session.config.getoption("--limit-minutes")
-    is_controller = not hasattr(session.config, "workerinput")
-    if is_controller and limit is not None and time.monotonic() - STARTED > 60 * limit and session.exitstatus == 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the seconds of each folder, and whether the run kept its limit."""
-    if (limit := config.getoption("--limit-minutes")) is None:
-        return
-    terminalreporter.section("seconds by folder")
-    for folder, seconds in SECONDS.most_common():
-        terminalreporter.write_line(f"{seconds:8.0f}  {folder}")
-    minutes = (time.monotonic() - STARTED) / 60
-    verdict = "within the limit" if minutes <= limit else "OVER THE LIMIT: make tests faster or mark them slow"
-    terminalreporter.write_line(f"{minutes:.1f} of {limit:g} minutes, {verdict}")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seconds of each folder. They are for people: no run fails because it took long."""
+    if len(SECONDS) > 1:
+        terminalreporter.section("seconds by folder")
+        for folder, seconds in SECONDS.most_common():
+            terminalreporter.write_line(f"{seconds:8.0f}  {folder}")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Point ftcli's cache at a temporary folder; assets fetched before are linked in, not fetched again."""
-    from ftcli.assets import cache_root
+    from ftcli.runtime.resources import cache_root
 
     real = cache_root()
     folder = tmp_path_factory.mktemp("cache")
     real.joinpath("assets").mkdir(parents=True, exist_ok=True)
     (folder / "assets").symlink_to(real / "assets")
-    before = os.environ.get("FTCLI_CACHE")
-    os.environ["FTCLI_CACHE"] = str(folder)
-    yield folder
-    if before is None:
-        del os.environ["FTCLI_CACHE"]
-    else:
-        os.environ["FTCLI_CACHE"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FTCLI_CACHE", str(folder))
+        yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let what is compiled be kept in a temporary folder: what another process left half done is not met there."""
+    """Set a temporary folder for compiled code, so that no test meets what another process left half done."""
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def make_inputs(tmp_path_factory: pytest.TempPathFactory) -> MakeInputs:
+    """Return a function that makes a folder of tiny models and rows (`cells.write_inputs`) with files of its own.
+
+    Its argument maps the name of a file to its text, or to a dictionary that is written as YAML.
+    """
+    import yaml
+
+    from .support.cells import write_inputs
+
+    template = tmp_path_factory.mktemp("template")
+    write_inputs(template)
+
+    def make(files: dict[str, str | dict[str, Any]] | None = None) -> Path:
+        folder = tmp_path_factory.mktemp("inputs")
+        shutil.copytree(template, folder, dirs_exist_ok=True)
+        for name, content in (files or {}).items():
+            (folder / name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def inputs(make_inputs: MakeInputs) -> Iterator[Path]:
+    """Yield the folder of tiny models and rows that all tests of this process read; it is an error to write into it."""
+    folder = make_inputs()
+    before = _files(folder)
+    yield folder
+    assert _files(folder) == before, "a test wrote into the shared inputs: give its module a folder by make_inputs"
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Return path -> time of the last change of each file that is not compiled Python."""
+    return {
+        str(path): path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+
+
+@pytest.fixture
+def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCli:
+    """Return a function that runs `ftcli ARGUMENTS` in this process, with further environment variables by name."""
+    from ftcli.__main__ import main
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*arguments: object, stdin: str = "", **variables: str) -> Finished:
+        capsys.readouterr()
+        with monkeypatch.context() as patched, pytest.raises(SystemExit) as end:
+            patched.setattr("sys.stdin", io.StringIO(stdin))
+            for name, value in variables.items():
+                patched.setenv(name, value)
+            main([str(argument) for argument in arguments])
+        return Finished(int(end.value.code or 0), *capsys.readouterr())
+
+    return run

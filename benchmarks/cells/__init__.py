@@ -1,1 +1,1 @@
-"""Cells of the speed tables: a model's shape, its rows, and every program that trains on them; see ../cell.py."""
+"""Cells of the speed tables: model shape, rows, and the programs that are compared. See ../cell.py."""

@@ -1,4 +1,4 @@
-"""The LoRA adapter that every peer of a cell begins with, written once: peft draws another one in another order."""
+"""Write the LoRA adapter that all peers of a cell start from. peft alone would draw other values for each peer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lora_config(r: int) -> Any:
 
 
 def write_adapter(model: Path, r: int, folder: Path) -> None:
-    """Write an adapter for a model of which only the configuration is read; A as peft draws it, B zero."""
+    """Write an adapter for a model, with peft's initial values: A random, B zero. Reads only the configuration."""
     import torch
     from peft import get_peft_model, get_peft_model_state_dict
     from safetensors.torch import save_file
@@ -39,14 +39,14 @@ def write_adapter(model: Path, r: int, folder: Path) -> None:
 
 
 def with_adapter(model: Any, folder: Path) -> Any:
-    """Return a transformers model with the adapter of a folder, which is trained."""
+    """Return a transformers model with the trainable adapter of a folder."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, folder, is_trainable=True)
 
 
 def four_bits() -> Any:
-    """Return how bitsandbytes holds frozen weights: nf4, scales quantised too, computed with in bfloat16."""
+    """Return bitsandbytes' configuration of frozen weights: nf4, quantised scales, products in bfloat16."""
     import torch
     from transformers import BitsAndBytesConfig
 

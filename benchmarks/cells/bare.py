@@ -1,9 +1,9 @@
-"""The peer `bare`: the least that trains packed rows on Accelerate, and the curve that all others must follow.
+"""Train the peer `bare`: a minimal Accelerate loop over packed rows. Its curve is the reference for all other peers.
 
-transformers' model, variable-length attention, Liger's kernels where installed, fused AdamW; no checks, no reports, no
-checkpoints. Settings: `attn_implementation` (varlen: torch's own kernel, or a name that transformers knows), `liger`
-(0 or 1), `gradient_checkpointing` (0 or 1), `compile` (0 or 1: each layer), `constant` (0 or 1: every micro-batch is
-padded to the same number of tokens, so that kernels which are compiled for a number of tokens are compiled once).
+It uses transformers' model, variable-length attention, Liger's kernels if they are installed, and fused AdamW. It has
+no checks, reports or checkpoints. Settings: `attn_implementation` (varlen: torch's kernel; or a name of transformers),
+`liger` (0 or 1), `gradient_checkpointing` (0 or 1), `compile` (0 or 1: each layer), `constant` (0 or 1: pads every
+micro-batch to the same number of tokens, so that kernels which depend on the number of tokens are compiled once).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 
-    chosen = settings(cell)
+    options = settings(cell)
     precision = "bf16" if cell.precision == "bf16" else "no"
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=cell.accumulation)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -38,20 +38,24 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
             "gradient_clipping": 1.0,
             "zero_allow_untested_optimizer": True,
         }
-    model = load(cell, inputs, chosen)
+    model = load(cell, inputs, options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     is_fused = accelerator.device.type == "cuda"
     optimizer = torch.optim.AdamW(trained, lr=cell.learning_rate, weight_decay=0.0, fused=is_fused)
     model, optimizer = accelerator.prepare(model, optimizer)
     rows = PackedRows(inputs.rows, cell.global_size)
-    tokens = cell.length * cell.micro_size if chosen["constant"] else 0
-    share = {"micro_size": cell.micro_size, "rank": accelerator.process_index, "processes": accelerator.num_processes}
+    tokens = cell.length * cell.micro_size if options["constant"] else 0
+    assignment = {
+        "micro_size": cell.micro_size,
+        "rank": accelerator.process_index,
+        "processes": accelerator.num_processes,
+    }
     gc.collect()
     gc.disable()
     for number in range(cell.steps):
         items = rows.step(number).items / accelerator.num_processes  # gradients are averaged over ranks
         losses = []
-        for documents in rows.micro_batches(number, **share):
+        for documents in rows.micro_batches(number, **assignment):
             with accelerator.accumulate(model):
                 batch = to_batch(documents, accelerator.device, tokens)
                 loss = model(**batch, num_items_in_batch=items, use_cache=False).loss
@@ -61,9 +65,9 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         clock.mark(sum(losses), norm)
-    found = clock.read(**chosen)
+    measured = clock.read(**options)
     accelerator.end_training()
-    return found
+    return measured
 
 
 def settings(cell: Cell) -> dict[str, Any]:
@@ -80,34 +84,34 @@ def settings(cell: Cell) -> dict[str, Any]:
     return {name: int(v) if v.isdigit() else v for name, v in (defaults | cell.named).items()}
 
 
-def load(cell: Cell, inputs: Inputs, chosen: dict[str, Any]) -> Any:
+def load(cell: Cell, inputs: Inputs, options: dict[str, Any]) -> Any:
     """Return the model of the cell, in training mode and on the host."""
     from transformers import AutoModelForCausalLM
 
-    if chosen["attn_implementation"] == VARLEN:
+    if options["attn_implementation"] == VARLEN:
         register_varlen()
     dtype = torch.bfloat16 if cell.precision == "bf16_pure" or cell.lora else torch.float32
-    kernel = chosen["attn_implementation"]
+    kernel = options["attn_implementation"]
     quantised = {"quantization_config": four_bits(), "device_map": {"": 0}} if cell.four_bit else {}
     model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=dtype, attn_implementation=kernel, **quantised)
-    if chosen["liger"]:
+    if options["liger"]:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model)
     if cell.lora:
         model = with_adapter(model, inputs.adapter)
-    if chosen["gradient_checkpointing"]:
+    if options["gradient_checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if chosen["compile"]:
+    if options["compile"]:
         for layer in model.get_decoder().layers:
             layer.compile()
     return model.train()
 
 
 def to_batch(documents: Documents, device: torch.device, tokens: int = 0) -> dict[str, Any]:
-    """Return one row `[1, T]` with its documents' bounds, copied without waiting.
+    """Return one row `[1, T]` with the bounds of its documents. The copy to the device is asynchronous.
 
-    Fewer than `tokens` tokens are padded to that number, as one more document that is not trained.
+    A shorter row is padded to `tokens` tokens by one more document that is not trained.
     """
     if (missing := tokens - len(documents.ids)) > 0:
         documents = Documents(
@@ -130,22 +134,22 @@ def to_batch(documents: Documents, device: torch.device, tokens: int = 0) -> dic
 
 
 def register_varlen() -> None:
-    """Let transformers know torch's variable-length kernel, without a mask of any kind."""
+    """Register torch's variable-length attention in transformers, without an attention mask."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface, AttentionMaskInterface
 
     known = inspect.signature(varlen_attn).parameters
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **rest: Any) -> tuple[Any, None]:
-        groups, options = query.shape[1] // key.shape[1], {"window_size": (-1, 0), "scale": rest.get("scaling")}
+        groups, kernel_options = query.shape[1] // key.shape[1], {"window_size": (-1, 0), "scale": rest.get("scaling")}
         if "enable_gqa" in known:
-            options["enable_gqa"] = True
+            kernel_options["enable_gqa"] = True
         else:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
         q, k, v = (tensor[0].transpose(0, 1).to(half) for tensor in (query, key, value))
         bounds, longest = rest["cu_seq_lens_q"], rest["max_length_q"]
-        return varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)[None], None
+        return varlen_attn(q, k, v, bounds, bounds, longest, longest, **kernel_options)[None], None
 
     AttentionInterface.register(VARLEN, attend)
     AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)

@@ -1,4 +1,4 @@
-"""What one cell is: a shape, a length, a profile, a task and who trains it. Numbers and names only; knows no torch."""
+"""Define one cell: shape, length, profile, task and peer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 LANGUAGE = ("sft", "pretrain")
+PAIRS = ("preference",)  # a row is a pair of answers to one prompt
 CLASSIFIERS = ("text_classification", "image_classification")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement. `length` is in tokens of a packed row, `micro_size` in rows of one forward of one process."""
+    """One measurement. `length` is the number of tokens of a packed row, `micro_size` the rows of one forward pass.
+
+    A row of a task of PAIRS is a pair, and `length` is the largest number of tokens of an answer with its prompt.
+    """
 
     peer: str
     shape: str
@@ -24,10 +28,10 @@ class Cell:
     accumulation: int = 1
     precision: str = "bf16"
     lora: int = 0  # rank of a LoRA adapter on all linear layers; 0: all weights are trained
-    four_bit: bool = False  # the frozen weights below the adapter are held in 4 bits (nf4, scales quantised too)
+    four_bit: bool = False  # frozen weights under an adapter in 4 bits (nf4, quantised scales)
     steps: int = 25
     warm: int = 5  # steps before the clock starts
-    learning_rate: float = 5e-6  # more, without a warm-up, and random weights make curves of two kernels part
+    learning_rate: float = 5e-6  # at a higher rate without warm-up, curves of two kernels diverge on random weights
     settings: list[str] = field(default_factory=list)  # of the peer, as KEY=VALUE
     cpu: bool = False
     traced: int = 0  # steps under the profiler, the last ones
@@ -48,15 +52,15 @@ class Cell:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What rows of one cell have in common, whoever trains it: their curves must agree."""
+        """The fields that all lines of one cell share. Curves of lines with the same key must agree."""
         names = ("shape", "length", "micro_size", "task", "profile", "processes", "accumulation", "precision", "lora")
-        found = {name: value for name, value in asdict(self).items() if name in (*names, "learning_rate")}
-        return found | ({"four_bit": True} if self.four_bit else {})  # older lines do not have this field
+        fields = {name: value for name, value in asdict(self).items() if name in (*names, "learning_rate")}
+        return fields | ({"four_bit": True} if self.four_bit else {})  # older lines do not have this field
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files that all peers of a cell read: weights, rows, the same as a recipe, and an adapter where one is trained."""
+    """Files that all peers of a cell read: weights, packed rows, ftcli's recipe, and the adapter, if one is trained."""
 
     model: Path
     rows: Path
@@ -65,7 +69,7 @@ class Inputs:
 
 
 def inputs_of(cell: Cell, work: Path) -> Inputs:
-    """Return where the inputs of a cell are, or will be."""
+    """Return the paths of the inputs of a cell. The files may not exist yet."""
     rows = f"{cell.task}-{cell.length}-{cell.global_size}x{cell.steps}"
     folder = work / cell.shape
     return Inputs(folder / "model", folder / f"{rows}.npz", folder / f"{rows}.yaml", folder / f"lora-{cell.lora}")
@@ -73,14 +77,14 @@ def inputs_of(cell: Cell, work: Path) -> Inputs:
 
 @dataclass
 class Measured:
-    """What one rank saw of a cell."""
+    """The results of one rank."""
 
     step_seconds: list[float]
     losses: list[float]  # of this rank: their mean over ranks is the loss per item of the global batch
     grad_norms: list[float]
-    first_step_seconds: float  # since the cell was asked for: imports, loading, compilation and the step
+    first_step_seconds: float  # from the start of the measurement: imports, loading, compilation and the step
     peak_allocated: int  # bytes
     peak_reserved: int
     device: str
-    told: dict[str, Any] = field(default_factory=dict)  # what else there is to know: kernels, versions
+    details: dict[str, Any] = field(default_factory=dict)  # settings of the peer, log lines of ftcli
     trace: str = ""

@@ -1,6 +1,7 @@
-"""When steps end on the device, and what they gave: no step waits for its measurement.
+"""Record the time, loss and gradient norm of each step without synchronising with the device.
 
-On a GPU an event is put behind each step's work and losses stay where they are; all is read after the last step.
+On a GPU, a CUDA event is recorded after each step and losses stay on the device. All values are read after the last
+step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .cell import Cell, Measured
 
 
 class Clock:
-    """Counts the optimizer steps of one rank. `started` is the time (time.time) when the cell was asked for."""
+    """Counts the optimizer steps of one rank. `started` is the time.time() at which the measurement began."""
 
     def __init__(self, cell: Cell, started: float) -> None:
         self.cell, self.started = cell, started
@@ -28,7 +29,7 @@ class Clock:
         self._profiler: Any = None
 
     def mark(self, loss: Any, grad_norm: Any) -> None:
-        """An optimizer step is done: `loss` per item of the global batch (a mean over ranks), norm before clipping."""
+        """Record an optimizer step: its loss per item of the global batch, and the gradient norm before clipping."""
         if self.is_on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -54,8 +55,8 @@ class Clock:
         elif step == self.cell.steps and self._profiler is not None:
             self.trace = trace.stop(self._profiler, self.cell.traced, on_gpu=self.is_on_gpu)
 
-    def read(self, **told: Any) -> Measured:
-        """Wait for the device and return everything; a collective where norms are in shards."""
+    def read(self, **details: Any) -> Measured:
+        """Wait for the device and return the results. A collective if gradient norms are sharded tensors."""
         if self.is_on_gpu:
             torch.cuda.synchronize()
             pairs = zip(self.marks, self.marks[1:], strict=False)
@@ -71,11 +72,11 @@ class Clock:
             peak_allocated=torch.cuda.max_memory_allocated() if self.is_on_gpu else peak,
             peak_reserved=torch.cuda.max_memory_reserved() if self.is_on_gpu else peak,
             device=torch.cuda.get_device_name() if self.is_on_gpu else "cpu",
-            told=told,
+            details=details,
             trace=self.trace,
         )
 
 
 def _whole(value: Any) -> float:
-    """Return a norm as a number; of a sharded tensor it is gathered."""
+    """Return a norm as a number. A sharded tensor is gathered."""
     return float(value.full_tensor() if hasattr(value, "full_tensor") else value)

@@ -1,4 +1,4 @@
-"""Does a curve follow the reference's? And a line of facts as one sentence. Knows lines of facts only."""
+"""Compare the curves of lines with their reference, and describe a line in one sentence."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import math
 from pathlib import Path
 from typing import Any
 
-REFERENCES = ("bare", "hf-trainer")  # of language models, of classifiers
-ELSEWHERE = {"precision": ("bf16_pure", "bf16"), "profile": ("zero3", "fsdp")}  # field -> its value, the reference's
-LOSS, NORM = 2e-2, 5e-2  # of the value, relative: what kernels and roundings explain in a few dozen steps of bfloat16
+REFERENCES = ("bare", "hf-trainer", "trl-dpo")  # for language models, for classifiers, for pairs
+REFERENCE_VALUES = {"precision": ("bf16_pure", "bf16"), "profile": ("zero3", "fsdp")}  # field -> (value, reference's)
+LOSS, NORM = 2e-2, 5e-2  # relative tolerances: rounding and kernels explain these in a few dozen steps of bfloat16
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return all lines of a file of facts."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return all lines of a file of results. Older lines have `told` instead of `details`."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    return [{"details" if name == "told" else name: value for name, value in line.items()} for line in lines]
+
+
+def log_of(line: dict[str, Any]) -> str:
+    """Return the log lines of a line of ftcli; older ones have other names."""
+    return " ".join(line["told"]["facts"] if "told" in line else line["details"]["log_lines"])
 
 
 def apart(line: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
@@ -25,52 +31,58 @@ def apart(line: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _relative(value: float, wanted: float) -> float:
-    """Return the relative difference; NaN where a value is not known counts as infinitely far."""
-    found = abs(value / wanted - 1) if wanted else abs(value)
-    return math.inf if math.isnan(found) else found
+def _relative(value: float, reference: float) -> float:
+    """Return the relative difference of two values; infinity if one of them is NaN."""
+    difference = abs(value / reference - 1) if reference else abs(value)
+    return math.inf if math.isnan(difference) else difference
 
 
 def compare(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return how far a line is from the newest reference among `lines`; an empty answer where there is none.
+    """Return the differences of a line from the newest reference among `lines`; an empty dictionary without one.
 
-    What trains in bfloat16 alone must still follow the curve of float32 weights: that is what it saves memory on. So
-    must what DeepSpeed trains in shards, whose own bf16 has another curve: that of the same rows under FSDP2.
+    Lines in bf16_pure are compared with float32 weights, because bf16_pure should save memory without changing the
+    curve. Lines under ZeRO-3 are compared with FSDP2, because DeepSpeed's own bf16 follows another curve.
     """
-    masters = line["cell"] | {name: other for name, (own, other) in ELSEWHERE.items() if line["cell"][name] == own}
-    references = _references(lines, masters) or _references(lines, line["cell"])  # it may not fit, or not be there
+    masters = line["cell"] | {
+        name: other for name, (own, other) in REFERENCE_VALUES.items() if line["cell"][name] == own
+    }
+    same_length = [other for other in lines if other["steps"] == line["steps"]]  # rows depend on the number of steps
+    references = _references(same_length, masters) or _references(same_length, line["cell"])  # it may be missing
     is_plain = line["peer"] in REFERENCES and not line["settings"] and line["cell"] == masters
     if is_plain or not references or line == references[-1]:
         return {}
-    found = apart(line, references[-1])
-    return {"apart": found, "agrees": found["losses"] <= LOSS and found["grad norms"] <= NORM}
+    differences = apart(line, references[-1])
+    agrees = differences["losses"] <= LOSS and differences["grad norms"] <= NORM
+    return {"apart": differences, "agrees": agrees}
 
 
 def _references(lines: list[dict[str, Any]], cell: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines that others of a cell are compared with; another kernel only where there is no plain one."""
-    those = [line for line in lines if line["peer"] in REFERENCES and line["cell"] == cell and not line["traced"]]
-    return [line for line in those if not line["settings"]] or those
+    """Return the reference lines of a cell: those without settings, or all if each has settings."""
+    untraced = [line for line in lines if line["peer"] in REFERENCES and line["cell"] == cell and not line["traced"]]
+    return [line for line in untraced if not line["settings"]] or untraced
 
 
 def judged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all lines, each compared with the newest reference among them, whatever was known when it was written."""
+    """Return all lines, each compared again with the newest reference among them."""
     plain = [{name: value for name, value in line.items() if name not in ("apart", "agrees")} for line in lines]
     return [line | compare(line, plain) for line in plain]
 
 
-def told_of(line: dict[str, Any]) -> str:
-    """Return a line of facts in words."""
+def sentence(line: dict[str, Any]) -> str:
+    """Return a line of results as one sentence."""
     mfu = f"{line['TFLOP/s']:.3g} TFLOP/s" if line["MFU"] is None else f"MFU {100 * line['MFU']:.1f} %"
     where = f"{line['shape']} x{line['length']}, {line['profile']} x{line['processes']}, micro {line['micro_size']}"
     named = " ".join([line["peer"], *line["settings"], *([f"({line['label']})"] if line["label"] else [])])
-    told = (
+    text = (
         f"{named}: {where}, {line['precision']}: {line['tokens a second a GPU']:.0f} tokens/s a GPU "
         f"({line['trained tokens a second a GPU']:.0f} trained), {mfu}, step p50 {1000 * line['step p50']:.1f} ms "
         f"(p95 {1000 * line['step p95']:.1f}), {line['peak allocated GiB']:.1f} GiB, first step after "
         f"{line['first step']:.0f} s, loss {line['losses'][0]:.4f} to {line['losses'][-1]:.4f}"
     )
     if "apart" not in line:
-        return told
-    far = line["apart"]
+        return text
+    differences = line["apart"]
     verdict = "" if line["agrees"] else ": DOES NOT AGREE"
-    return f"{told}; from the reference: loss {far['losses']:.1e}, norm {far['grad norms']:.1e}{verdict}"
+    return (
+        f"{text}; from the reference: loss {differences['losses']:.1e}, norm {differences['grad norms']:.1e}{verdict}"
+    )

@@ -1,4 +1,4 @@
-"""What the speed of ftcli should be, as ratios of lines of one file of facts. Knows lines of facts only."""
+"""Define the speed goals of ftcli as ratios between lines of one file, and compare them with measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SPEED = "tokens a second a GPU"
-RUN = 900.0  # seconds between lines of one run, at most: a machine is held for a few calls of ten minutes
+RUN = 900.0  # most seconds between two lines of one run; a machine is used for a few calls of ten minutes
 Side = tuple[str, str]  # peer and label of a line
 PLAIN, EXTRAS = ("ftcli", "no extras"), ("ftcli", "extras")
 BARE, FLASH, TRL = ("bare", ""), ("bare", "flash-attn-4"), ("trl", "")
@@ -15,7 +15,10 @@ BARE, FLASH, TRL = ("bare", ""), ("bare", "flash-attn-4"), ("trl", "")
 
 @dataclass(frozen=True)
 class Goal:
-    """`ours` should be at least `least` times `theirs`; `where` are fields of both lines, `there` of theirs alone."""
+    """A goal: the speed of `ours` is at least `least` times that of `theirs`.
+
+    `where` has the fields of both lines, `there` further fields of the other line.
+    """
 
     what: str
     where: dict[str, Any]
@@ -30,15 +33,19 @@ LARGE = {"shape": "llama-3.1-8b", "task": "pretrain"}
 PURE, MASTERS = {"precision": "bf16_pure"}, {"precision": "bf16"}
 QWEN = {"shape": "qwen3-0.6b", "length": 4096, **PURE}
 FSDP, ZERO = (LARGE | MASTERS | {"length": 8192, "profile": name, "lora": 0} for name in ("fsdp", "zero3"))
-SHARDS = (4, 2)  # GPUs: the goals are of four
+SHARDS = (4, 2)  # numbers of GPUs; the goals were set for four
 DDP = SMALL | MASTERS | {"profile": "ddp"}
 OF_FSDP = {"profile": "fsdp"}
 ALONE = {"profile": "single", "processes": 1}
-LORA = LARGE | {"length": 4096, "lora": 16}
-QLORA = LORA | {"four_bit": True, "micro_size": 2}
+LORA = LARGE | {"length": 4096, "lora": 16, "micro_size": 2}
+QLORA = LORA | {"four_bit": True}
+AGAIN = "recomputed"  # label of lines with activation checkpointing
 BERT = {"shape": "bert-base", "task": "text_classification", "profile": "single"}
 VIT = {"shape": "vit-b16", "task": "image_classification", "profile": "single"}
-DEFAULTS = ("hf-trainer-default", "")
+DEFAULTS, TRAINER = ("hf-trainer-default", ""), ("hf-trainer", "")
+LONG = {"steps": 200}
+DPO, SORTED = ("trl-dpo", ""), {"settings": ["sort=1"]}
+PAIRS = {"task": "preference", "profile": "single"}  # the trainer has the pairs of a step sorted by length
 LARGE_PURE = LARGE | PURE | {"length": 4096, "lora": 0}
 
 GOALS = [
@@ -46,15 +53,22 @@ GOALS = [
     Goal("1B bf16_pure, no extra package, of the bare loop with Liger", SMALL | PURE, PLAIN, BARE, 1.0),
     Goal("1B bf16_pure, of TRL at its best", SMALL | PURE, EXTRAS, TRL, 1.15),
     Goal("1B bf16_pure, of the bare loop with flash-attn-4", SMALL | PURE, EXTRAS, FLASH, 1.05),
-    Goal("1B fp32 masters, of the bare loop with flash-attn-4", SMALL | MASTERS, EXTRAS, FLASH, 1.10),
+    Goal("1B float32 weights, of the bare loop with flash-attn-4", SMALL | MASTERS, EXTRAS, FLASH, 1.10),
     Goal("8B bf16_pure, of TRL at its best", LARGE_PURE, EXTRAS, TRL, 1.10),
     Goal("8B LoRA, of TRL at its best", LORA, EXTRAS, TRL, 1.15),
     Goal("8B LoRA, of Unsloth", LORA, EXTRAS, ("unsloth", ""), 1.15),
     Goal("8B QLoRA, of Unsloth", QLORA, EXTRAS, ("unsloth", ""), 1.15),
+    Goal(
+        "8B QLoRA, one row, recomputed, of Unsloth",
+        QLORA | {"micro_size": 1},
+        ("ftcli", AGAIN),
+        ("unsloth", AGAIN),
+        1.1,
+    ),
     Goal("0.6B bf16_pure, of TRL at its best", QWEN, EXTRAS, TRL, 1.6),
     Goal("0.6B bf16_pure, of the bare loop", QWEN, EXTRAS, BARE, 1.05),
-    Goal("1B DDP x2, a GPU's share of one GPU alone", DDP | {"processes": 2}, EXTRAS, EXTRAS, 0.98, ALONE),
-    Goal("1B DDP x4, a GPU's share of one GPU alone", DDP | {"processes": 4}, EXTRAS, EXTRAS, 0.97, ALONE),
+    Goal("1B DDP x2, per GPU, of one GPU alone", DDP | {"processes": 2}, EXTRAS, EXTRAS, 0.98, ALONE),
+    Goal("1B DDP x4, per GPU, of one GPU alone", DDP | {"processes": 4}, EXTRAS, EXTRAS, 0.97, ALONE),
     *(
         goal
         for n in SHARDS
@@ -62,19 +76,29 @@ GOALS = [
             Goal(f"8B x8192 FSDP2 x{n}, of the bare loop", FSDP | {"processes": n}, EXTRAS, FLASH, 1.05),
             Goal(f"8B x8192 FSDP2 x{n}, of TRL at its best", FSDP | {"processes": n}, EXTRAS, TRL, 1.5),
             Goal(f"8B x8192 FSDP2 x{n}, of torchtitan", FSDP | {"processes": n}, EXTRAS, ("torchtitan", ""), 0.97),
-            Goal(f"8B x8192 FSDP2 x{n} in fp8, of our bf16", FSDP | {"processes": n}, ("ftcli", "fp8"), EXTRAS, 1.2),
-            Goal(f"8B x8192 ZeRO-3 x{n}, of our FSDP2", ZERO | {"processes": n}, EXTRAS, EXTRAS, 0.97, OF_FSDP),
+            Goal(
+                f"8B x8192 FSDP2 x{n} in fp8, of ftcli in bf16", FSDP | {"processes": n}, ("ftcli", "fp8"), EXTRAS, 1.2
+            ),
+            Goal(f"8B x8192 ZeRO-3 x{n}, of ftcli under FSDP2", ZERO | {"processes": n}, EXTRAS, EXTRAS, 0.97, OF_FSDP),
         )
     ),
     Goal("BERT-base, of the example script's defaults", BERT, PLAIN, DEFAULTS, 1.5),
     Goal("ViT-B/16, of the example script's defaults", VIT, PLAIN, DEFAULTS, 1.5),
+    Goal("BERT-base, 200 steps, of the Trainer at its best", BERT | LONG, PLAIN, TRAINER, 1.15),
+    Goal("ViT-B/16, 200 steps, of the Trainer at its best", VIT | LONG, PLAIN, TRAINER, 1.15),
+    *(
+        Goal(
+            f"{name} DPO, of TRL in the same micro-batches, sorted", PAIRS | {"shape": shape}, EXTRAS, DPO, 1.5, SORTED
+        )
+        for name, shape in (("0.6B", "qwen3-0.6b"), ("1B", "llama-3.2-1b"))
+    ),
 ]
 
 
 def untraced(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side) -> list[dict[str, Any]]:
-    """Return the untraced lines of a peer and a label with these fields, the newest last. The ladder has its own.
+    """Return the untraced lines of a peer and a label with these fields, the newest last.
 
-    Older lines do not say whether frozen weights were in 4 bits: they were not.
+    Older lines lack the field `four_bit`; their frozen weights were not in 4 bits.
     """
     where = {"four_bit": False} | where
     fits = [
@@ -84,41 +108,41 @@ def untraced(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side)
 
 
 def side_by_side(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the newest two lines that one run measured, for machines differ; the newest of each where none did."""
+    """Return the newest two lines of one run, because machines differ; the newest of each side without such a pair."""
     pairs = [(own, other) for own in ours for other in theirs if abs(own["time"] - other["time"]) < RUN]
     return max(pairs, key=lambda pair: [line["time"] for line in pair], default=(ours[-1], theirs[-1]))
 
 
 def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str]]:
-    """Return each goal with the ratio that was measured (None: not yet) and what is to be said of it.
+    """Return each goal with its measured ratio (None: not measured) and a verdict.
 
-    A line that was `spoiled` by what its value says, written in by hand, counts for nothing until it is measured again.
+    A line with the field `spoiled`, which is written by hand and has the reason as its value, does not count.
     """
-    found: list[tuple[Goal, float | None, str]] = []
+    results: list[tuple[Goal, float | None, str]] = []
     for goal in GOALS:
         of_us = untraced(lines, goal.where, goal.ours)
         of_them = untraced(lines, goal.where | goal.there, goal.theirs)
         if not of_us or not of_them:
-            found.append((goal, None, f"not measured: {theirs_name(goal) if of_us else 'ftcli'}"))
+            results.append((goal, None, f"not measured: {theirs_name(goal) if of_us else 'ftcli'}"))
             continue
         ours, theirs = side_by_side(of_us, of_them)
         ratio = ours[SPEED] / theirs[SPEED]
-        told = "reached" if ratio >= goal.least else "missed"
+        verdict = "reached" if ratio >= goal.least else "missed"
         if "agrees" not in ours:
-            told = "does not count: no reference was measured"
+            verdict = "does not count: no reference was measured"
         elif not ours["agrees"]:
-            told = "does not count: our curve leaves the reference"
+            verdict = "does not count: ftcli's curve differs from the reference"
         elif spoiled := ours.get("spoiled") or theirs.get("spoiled"):
-            told = f"does not count: {spoiled}"
+            verdict = f"does not count: {spoiled}"
         elif theirs.get("agrees") is False:
-            told += "; the curve of the other leaves the reference"
+            verdict += "; the other's curve differs from the reference"
         if abs(ours["time"] - theirs["time"]) >= RUN:
-            told += "; not of one run"
-        found.append((goal, ratio, told))
-    return found
+            verdict += "; not measured in one run"
+        results.append((goal, ratio, verdict))
+    return results
 
 
 def theirs_name(goal: Goal) -> str:
-    """Return the name of the other side."""
+    """Return the peer and label that a goal compares ftcli with."""
     peer, label = goal.theirs
     return f"{peer} ({label})" if label else peer

@@ -1,4 +1,4 @@
-"""Makes one input of a cell: `python -m cells.making make_model|make_rows|make_adapter CELL WORK`, CELL as JSON."""
+"""Make one input of a cell: `python -m cells.making make_model|make_rows|make_adapter CELL WORK`, CELL as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .cell import Cell, Inputs, inputs_of
 
 
 def make_model(cell: Cell, inputs: Inputs) -> None:
-    """Write the weights."""
+    """Write the initial weights."""
     from .models import write_model
 
     write_model(cell.shape, inputs.model)

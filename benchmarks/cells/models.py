@@ -1,4 +1,4 @@
-"""Random weights of a cell's shape, written once for all peers, with what turns rows into its inputs."""
+"""Write random weights of a shape once for all peers, with the tokenizer or image processor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from random_model import SHAPES
 
-LONGEST = 32768  # positions
+LONGEST = 163_840  # most positions of a model
 
 
 CLASSIFIERS: dict[str, tuple[str, dict[str, int]]] = {
@@ -28,7 +28,7 @@ LABELS = ("even", "odd")
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """Write random weights of a shape and what prepares its inputs, drawn on the GPU if there is one."""
+    """Write random weights of a shape and its tokenizer or image processor. A GPU draws the weights if there is one."""
     import torch
 
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def write_model(shape: str, folder: Path) -> None:
 
 
 def language_model(shape: str) -> tuple[Any, Any]:
-    """Return a causal model in bfloat16, as models are handed out, with a tokenizer of as many words."""
+    """Return a causal model in bfloat16, as models are published, and a tokenizer with the same vocabulary size."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -52,13 +52,13 @@ def language_model(shape: str) -> tuple[Any, Any]:
 
 
 def classifier(shape: str) -> tuple[Any, Any]:
-    """Return a classifier in float32 with its head, without dropout, and its tokenizer or image processor."""
+    """Return a float32 classifier without dropout, and its tokenizer or image processor."""
     import transformers
 
     kind, sizes = CLASSIFIERS[shape]
     labels: Any = {"id2label": dict(enumerate(LABELS)), "label2id": {name: i for i, name in enumerate(LABELS)}}
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = getattr(transformers, f"{kind}Config")(**sizes, **labels, **still)
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **labels, **no_dropout)
     if kind == "ViT":
         side = {"height": config.image_size, "width": config.image_size}
         return transformers.ViTForImageClassification(config), transformers.ViTImageProcessor(size=side)
@@ -66,7 +66,7 @@ def classifier(shape: str) -> tuple[Any, Any]:
 
 
 def word_tokenizer(vocabulary: int) -> Any:
-    """Return a tokenizer whose words are the numbers of its tokens; 0 is padding, 1 the end."""
+    """Return a tokenizer in which each word is the number of its token; 0 is padding, 1 the end token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

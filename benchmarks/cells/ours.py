@@ -1,6 +1,6 @@
-"""The peer `ftcli`: the program itself, on the recipe of the cell, with its reports, heartbeats, stops and checks on.
+"""Train the peer `ftcli`: the program on the recipe of the cell, with metrics, heartbeats, stop requests and checks.
 
-Only what follows the last step is left out: the checkpoint and the final weights. Settings are keys of the recipe.
+The checkpoint and the final weights after the last step are left out. Settings are keys of the recipe.
 """
 
 from __future__ import annotations
@@ -13,38 +13,41 @@ from .rows import PackedRows
 
 
 def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
-    """Train the cell's steps as `ftcli train` does; raises `RuntimeError` where other rows were trained."""
-    from ftcli.faults import StopRequest, record_failure
-    from ftcli.hardware.out_of_memory import out_of_memory_told
-    from ftcli.heartbeat import Heartbeat
+    """Train the cell's steps as `ftcli train` does; raises `RuntimeError` if a step has other rows than the cell."""
     from ftcli.loop import steps
-    from ftcli.report import Reporter
-    from ftcli.run import prepare
-    from ftcli.run_folder import RunFolder
+    from ftcli.runtime.failures import record_failure
+    from ftcli.runtime.heartbeat import Heartbeat
+    from ftcli.runtime.run_folder import RunFolder
+    from ftcli.runtime.stop import StopRequest
+    from ftcli.training.memory import explain_out_of_memory
+    from ftcli.training.reporter import Reporter
+    from ftcli.training.setup import prepare
 
-    wanted = PackedRows(inputs.rows, cell.global_size).digests
+    digests = PackedRows(inputs.rows, cell.global_size).digests
     folder = RunFolder(inputs.recipe.with_suffix(".run"))
     sizes = [f"adapter.r={cell.lora}", f"adapter.lora_alpha={2 * cell.lora}"]
     adapter = ["adapter.type=lora", *sizes, f"adapter.path={inputs.adapter.resolve()}"]
-    given = [
+    overrides = [
         *([] if "precision" in cell.named else [f"precision={cell.precision}"]),
         f"optimizer.learning_rate={cell.learning_rate}",
         *(adapter if cell.lora else []),
         *(["model.quantization.load_in_4bit=true"] if cell.four_bit else []),
         *cell.settings,
     ]
-    with record_failure(folder), Heartbeat(folder) as heart, StopRequest.listening(folder) as stop:
-        run = prepare(inputs.recipe, overrides=given, output=folder.path, cpu=cell.cpu)
-        run.heart, run.stop = heart, stop
-        with Reporter(run) as report, run.saving, out_of_memory_told(run):
+    with record_failure(folder), Heartbeat(folder) as heartbeat, StopRequest.listening(folder) as stop:
+        run = prepare(inputs.recipe, overrides=overrides, output=folder.path, cpu=cell.cpu)
+        run.heartbeat, run.stop = heartbeat, stop
+        with Reporter(run) as report, run.saving, explain_out_of_memory(run):
             for step in steps(run):
                 report.step(step)
                 clock.mark(step.loss_tensor, step.norm_tensor)
-                if step.samples != wanted[step.number - 1]:
-                    raise RuntimeError(f"step {step.number} was trained on other rows than those of {inputs.rows}")
-        found = clock.read(facts=run.facts, micro_size=run.plan.micro_size, accumulation=run.plan.accumulation)
+                if step.samples != digests[step.number - 1]:
+                    raise RuntimeError(f"step {step.number} used other rows than those of {inputs.rows}")
+        measured = clock.read(
+            log_lines=run.log_lines, micro_size=run.plan.micro_size, accumulation=run.plan.accumulation
+        )
         is_main = run.hardware.ranks.is_main
         run.hardware.close()
     if is_main:
         shutil.rmtree(folder.path, ignore_errors=True)
-    return found
+    return measured

@@ -1,9 +1,9 @@
-"""The peer `torchtitan` (0.2): its own Llama, parallelism and loop on the cell's weights and packed rows.
+"""Train the peer `torchtitan` (0.2): its own Llama, parallelism and loop, on the cell's weights and packed rows.
 
-Under the profile fsdp only, and for models whose head is not tied: that is what it has. Documents are told apart by
-their end token, by which torchtitan finds them too; rotary positions need not begin anew, for only their differences
-count. Rows are filled up to the whole length. Settings: `compile` (1 or 0), `activation_checkpoint` (none, selective,
-full), `attn_type` (varlen, flex).
+It supports only the profile fsdp and models with an untied head. torchtitan finds the documents of a row by their end
+tokens. Rotary positions do not restart with each document, because only their differences matter. Rows are padded to
+the full length. Settings: `compile` (1 or 0), `activation_checkpoint` (none, selective, full), `attn_type` (varlen,
+flex).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from .clock import Clock
 from .rows import PackedRows
 
 NAME = "cell"
-END = 1  # the end token of our tokenizer
+END = 1  # end token of the cell's tokenizer
 
 
 def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
-    """Train the cell's steps; raises `ValueError` for a cell that torchtitan cannot train as the others do."""
+    """Train the cell's steps; raises `ValueError` for a cell that torchtitan does not support."""
     from torchtitan import train as program
     from torchtitan.protocols.train_spec import register_train_spec
 
-    chosen = settings(cell)
-    arguments = model_arguments(inputs.model, chosen["attn_type"])
+    options = settings(cell)
+    arguments = model_arguments(inputs.model, options["attn_type"])
     register_train_spec(NAME, spec(arguments, PackedRows(inputs.rows, cell.global_size), cell))
     with tempfile.TemporaryDirectory() as folder:
-        trainer = watched(program, clock, cell.processes)(configuration(cell, chosen, folder))
+        trainer = watched(program, clock, cell.processes)(configuration(cell, options, folder))
         load_weights(trainer.model_parts[0], inputs.model, arguments)
         trainer.train()
-        found = clock.read(**chosen)
+        measured = clock.read(**options)
         trainer.close()
     torch.distributed.destroy_process_group()
-    return found
+    return measured
 
 
 def settings(cell: Cell) -> dict[str, str]:
@@ -68,7 +68,7 @@ def model_arguments(model: Path, attn_type: str) -> Any:
         n_heads=config["num_attention_heads"],
         n_kv_heads=config["num_key_value_heads"],
         vocab_size=config["vocab_size"],
-        multiple_of=32,  # it rounds up to this; the factor brings it just below
+        multiple_of=32,  # torchtitan rounds up to a multiple of this; the factor gives a width just below the exact one
         ffn_dim_multiplier=(inner - 1) / plain,
         norm_eps=config["rms_norm_eps"],
         rope_theta=config["rope_parameters"]["rope_theta"],
@@ -80,7 +80,7 @@ def model_arguments(model: Path, attn_type: str) -> Any:
 
 
 def spec(arguments: Any, rows: PackedRows, cell: Cell) -> Any:
-    """Return torchtitan's own Llama 3 with our sizes and our rows."""
+    """Return torchtitan's Llama 3 with the cell's sizes and rows."""
     from dataclasses import replace
 
     from torchtitan.models import llama3
@@ -97,7 +97,7 @@ def spec(arguments: Any, rows: PackedRows, cell: Cell) -> Any:
 
 
 class Loader:
-    """The micro-batches of one rank: {"input": `[B, T]`} and labels `[B, T]`, those of the next token."""
+    """The micro-batches of one rank: {"input": `[B, T]`} and the labels of the next tokens `[B, T]`."""
 
     def __init__(self, rows: PackedRows, cell: Cell, rank: int, processes: int) -> None:
         self.rows, self.cell, self.rank, self.processes = rows, cell, rank, processes
@@ -106,24 +106,24 @@ class Loader:
         micro = self.cell.micro_size
         starts = range(0, len(self.rows), micro)
         for start in starts[self.rank :: self.processes]:
-            held = [self.rows.span(number, number + 1) for number in range(start, start + micro)]
-            ids = np.stack([self._filled(row.ids, 0) for row in held])
-            labels = np.stack([self._filled(row.labels[1:], -100) for row in held])
+            rows = [self.rows.span(number, number + 1) for number in range(start, start + micro)]
+            ids = np.stack([self._filled(row.ids, 0) for row in rows])
+            labels = np.stack([self._filled(row.labels[1:], -100) for row in rows])
             yield {"input": torch.from_numpy(ids)}, torch.from_numpy(labels)
 
     def _filled(self, values: Any, value: int) -> Any:
-        """Return int64 values filled up to the whole length."""
+        """Return int64 values padded to the full length."""
         return np.pad(np.asarray(values, dtype=np.int64), (0, self.cell.length - len(values)), constant_values=value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: it is never resumed."""
+        """Return no state, because the run is never resumed."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing."""
+        """Ignore the state."""
 
 
-def configuration(cell: Cell, chosen: dict[str, str], folder: str) -> Any:
+def configuration(cell: Cell, options: dict[str, str], folder: str) -> Any:
     """Return torchtitan's configuration of a cell."""
     from torchtitan.config import JobConfig
 
@@ -135,32 +135,34 @@ def configuration(cell: Cell, chosen: dict[str, str], folder: str) -> Any:
     config.training.local_batch_size, config.training.global_batch_size = cell.micro_size, cell.global_size
     config.training.seq_len, config.training.steps = cell.length, cell.steps
     config.parallelism.data_parallel_shard_degree = cell.processes
-    config.activation_checkpoint.mode = chosen["activation_checkpoint"]  # type: ignore[assignment]
-    config.compile.enable = chosen["compile"] == "1"
+    config.activation_checkpoint.mode = options["activation_checkpoint"]  # type: ignore[assignment]
+    config.compile.enable = options["compile"] == "1"
     return config
 
 
 def load_weights(model: Any, folder: Path, arguments: Any) -> None:
-    """Give a sharded model the weights of a transformers folder; a collective, the first rank reads."""
+    """Load the weights of a transformers folder into a sharded model. A collective; rank 0 reads the files."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
     weights: dict[str, Any] = {}
     if torch.distributed.get_rank() == 0:
-        held = {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
-        weights = {n: value.float() for n, value in Llama3StateDictAdapter(arguments, None).from_hf(held).items()}
+        tensors = {
+            name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()
+        }
+        weights = {n: value.float() for n, value in Llama3StateDictAdapter(arguments, None).from_hf(tensors).items()}
     set_model_state_dict(
         model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
     )
 
 
 def watched(program: Any, clock: Clock, processes: int) -> type:
-    """Return torchtitan's Trainer that tells the clock of its steps, without waiting for the device."""
+    """Return a subclass of torchtitan's Trainer that records its steps without waiting for the device."""
     clip, norms = program.dist_utils.clip_grad_norm_, []
 
-    def clip_and_keep(*given: Any, **named: Any) -> Any:
-        norms.append(clip(*given, **named))
+    def clip_and_keep(*args: Any, **kwargs: Any) -> Any:
+        norms.append(clip(*args, **kwargs))
         return norms[-1]
 
     program.dist_utils.clip_grad_norm_ = clip_and_keep
@@ -168,9 +170,9 @@ def watched(program: Any, clock: Clock, processes: int) -> type:
     class Watched(program.Trainer):  # type: ignore[misc]
         losses: list[torch.Tensor] = []
 
-        def forward_backward_step(self, **given: Any) -> torch.Tensor:
-            loss: torch.Tensor = super().forward_backward_step(**given)
-            self.losses.append(loss.detach() * processes)  # it is this rank's part of a sum
+        def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
+            loss: torch.Tensor = super().forward_backward_step(**kwargs)
+            self.losses.append(loss.detach() * processes)  # each rank's loss is its part of the sum over ranks
             return loss
 
         def train_step(self, data_iterator: Any) -> None:

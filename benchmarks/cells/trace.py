@@ -1,4 +1,4 @@
-"""Where the time of a few steps goes: kernels by their time on the device, and the gaps between them, as text."""
+"""Profile a few steps and return a text: kernels by device time, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDEST = 110  # characters of a kernel's name
 
 
 def start(*, on_gpu: bool) -> profile:
-    """Begin to profile."""
+    """Start the profiler."""
     if on_gpu:
         torch.cuda.synchronize()
     profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
@@ -22,21 +22,23 @@ def start(*, on_gpu: bool) -> profile:
 
 
 def stop(profiler: profile, steps: int, *, on_gpu: bool) -> str:
-    """End, and return the text; milliseconds are of one step."""
+    """Stop the profiler and return the text. Milliseconds are per step."""
     if on_gpu:
         torch.cuda.synchronize()
     profiler.stop()
     events = list(profiler.events() or [])
-    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    found = [event for event in events if event.device_type == wanted and not event.is_user_annotation]
+    device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kernels = [event for event in events if event.device_type == device and not event.is_user_annotation]
     if not on_gpu:
-        return "\n".join(_kernels(found, steps, lambda event: event.self_cpu_time_total))
-    found.sort(key=lambda event: event.time_range.start)
-    return "\n".join([*_kernels(found, steps, lambda event: event.time_range.elapsed_us()), "", *_gaps(found, steps)])
+        return "\n".join(_kernels(kernels, steps, lambda event: event.self_cpu_time_total))
+    kernels.sort(key=lambda event: event.time_range.start)
+    return "\n".join(
+        [*_kernels(kernels, steps, lambda event: event.time_range.elapsed_us()), "", *_gaps(kernels, steps)]
+    )
 
 
 def _kernels(events: list[Any], steps: int, microseconds: Any) -> list[str]:
-    """Return the kernels that take most of the device's time."""
+    """Return lines with the kernels that take most device time."""
     spent, calls = Counter[str](), Counter[str]()
     for event in events:
         spent[event.name] += microseconds(event)
@@ -54,7 +56,7 @@ def _kernels(events: list[Any], steps: int, microseconds: Any) -> list[str]:
 
 
 def _gaps(kernels: list[Any], steps: int) -> list[str]:
-    """Return how long no kernel ran between the first and the last, and what stood at the longest of those times."""
+    """Return lines with the idle time between kernels and the longest gaps."""
     idle, gaps, end, last = 0.0, [], kernels[0].time_range.end, kernels[0].name
     for kernel in kernels[1:]:
         gap = kernel.time_range.start - end

@@ -1,9 +1,8 @@
-"""The peers `hf-trainer` and `hf-trainer-default`: transformers' Trainer on the rows of a classification cell.
+"""Train the peers `hf-trainer` and `hf-trainer-default`: transformers' Trainer on the rows of a classification cell.
 
-`hf-trainer-default` is what the example scripts run_glue.py and run_image_classification.py do when they are told
-nothing more: float32, texts padded to the whole length, images read in the training process. `hf-trainer` has the
-precision of the cell, pads to the longest row of a batch, and has loader processes. Settings: fields of
-TrainingArguments. trl_sft.py shares what watches a Trainer.
+`hf-trainer-default` has the defaults of the example scripts run_glue.py and run_image_classification.py: float32, texts
+padded to the full length, images read in the training process. `hf-trainer` has the precision of the cell, pads to the
+longest row of a batch, and uses loader processes. Settings: fields of TrainingArguments.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .cell import Cell, Inputs, Measured
 from .clock import Clock
 from .rows import PackedRows
 
-LOADERS = 8  # processes, for images
+LOADERS = 8  # loader processes for images
 
 
 def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
@@ -28,22 +27,22 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     is_text, is_default = cell.task == "text_classification", cell.peer == "hf-trainer-default"
     kind = "AutoModelForSequenceClassification" if is_text else "AutoModelForImageClassification"
     model = getattr(transformers, kind).from_pretrained(inputs.model)
-    chosen = {} if is_default else {"dataloader_num_workers": 0 if is_text or cell.cpu else LOADERS}
-    chosen |= {"bf16": cell.precision == "bf16" and not is_default, "remove_unused_columns": False}
-    chosen |= {name: yaml.safe_load(value) for name, value in cell.named.items()}
+    options = {} if is_default else {"dataloader_num_workers": 0 if is_text or cell.cpu else LOADERS}
+    options |= {"bf16": cell.precision == "bf16" and not is_default, "remove_unused_columns": False}
+    options |= {name: yaml.safe_load(value) for name, value in cell.named.items()}
     packed = PackedRows(inputs.rows, cell.global_size)
     rows: Any = Texts(packed, cell.length if is_default else None) if is_text else Images(packed, inputs)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(output_dir=folder, **(same_work(cell) | chosen))
+        arguments = transformers.TrainingArguments(output_dir=folder, **(same_work(cell) | options))
         trainer = watched(transformers.Trainer, clock)(
             model=model, args=arguments, train_dataset=rows, data_collator=rows.collate
         )
         trainer.train()
-    return clock.read(**chosen)
+    return clock.read(**options)
 
 
 class Texts:
-    """Token ids with their label, padded to `length` or to the longest of a batch."""
+    """Token ids with a label, padded to `length` or to the longest row of a batch."""
 
     def __init__(self, rows: PackedRows, length: int | None) -> None:
         self.rows, self.length = rows, length
@@ -65,7 +64,7 @@ class Texts:
 
 
 class Images:
-    """Pixels as the model's own image processor gives them, with their label; a file is read when it is asked for."""
+    """Pixels from the model's image processor, with a label. Each file is read on access."""
 
     def __init__(self, rows: PackedRows, inputs: Inputs) -> None:
         from transformers import AutoImageProcessor
@@ -89,7 +88,7 @@ class Images:
 
 
 def same_work(cell: Cell) -> dict[str, Any]:
-    """Return what must be the same for all peers: rows, their order, optimizer, learning rate, clipping."""
+    """Return the arguments that all peers share: batch sizes, row order, optimizer, learning rate, clipping."""
     return {
         "per_device_train_batch_size": cell.micro_size,
         "gradient_accumulation_steps": cell.accumulation,
@@ -99,7 +98,7 @@ def same_work(cell: Cell) -> dict[str, Any]:
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "bf16": cell.precision != "fp32",
-        "train_sampling_strategy": "sequential",  # rows have their order already
+        "train_sampling_strategy": "sequential",  # rows are already in the order of training
         "use_cpu": cell.cpu,
         "report_to": "none",
         "save_strategy": "no",
@@ -108,7 +107,7 @@ def same_work(cell: Cell) -> dict[str, Any]:
 
 
 def watched(trainer: type, clock: Clock) -> type:
-    """Return a Trainer class that tells the clock of its steps, without waiting for the device."""
+    """Return a subclass of a Trainer that records its steps without waiting for the device."""
 
     class Watched(trainer):  # type: ignore[misc]
         losses: list[Any] = []
@@ -117,8 +116,8 @@ def watched(trainer: type, clock: Clock) -> type:
         def train(self, *args: Any, **kwargs: Any) -> Any:
             clip = self.accelerator.clip_grad_norm_
 
-            def clip_and_keep(*given: Any, **named: Any) -> Any:
-                self.norm = clip(*given, **named)
+            def clip_and_keep(*args: Any, **kwargs: Any) -> Any:
+                self.norm = clip(*args, **kwargs)
                 return self.norm
 
             self.accelerator.clip_grad_norm_ = clip_and_keep

@@ -1,8 +1,8 @@
-"""The peers `trl` and `trl-default`: TRL's SFTTrainer on the cell's own packed rows, in their order.
+"""Train the peers `trl` and `trl-default`: TRL's SFTTrainer on the packed rows of the cell, in their order.
 
-`trl-default` is what TRL chooses by itself; `trl` its best known settings: flash-attn-4 and Liger where they are
-installed, no gradient checkpointing. Rows come packed (`seq_lengths`), as TRL's own packing would give them, so that
-both see what ftcli sees. Settings: `attn_implementation`, or a field of SFTConfig.
+`trl-default` has TRL's defaults. `trl` has its best known settings: flash-attn-4 and Liger if they are installed, and
+no gradient checkpointing. Rows are passed packed, with `seq_lengths`, in the format of TRL's own packing. So both peers
+train the same rows as ftcli. Settings: `attn_implementation`, or a field of SFTConfig.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    chosen = {} if cell.peer == "trl-default" else best(cpu=cell.cpu)
-    chosen |= {name: yaml.safe_load(value) for name, value in cell.named.items()}
-    kernel = chosen.pop("attn_implementation", "sdpa")
+    options = {} if cell.peer == "trl-default" else best(cpu=cell.cpu)
+    options |= {name: yaml.safe_load(value) for name, value in cell.named.items()}
+    kernel = options.pop("attn_implementation", "sdpa")
     dtype = torch.bfloat16 if cell.precision == "bf16_pure" or cell.lora else torch.float32
     quantised = {"quantization_config": four_bits(), "device_map": {"": 0}} if cell.four_bit else {}
     model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=dtype, attn_implementation=kernel, **quantised)
     if cell.lora:
         model = with_adapter(model, inputs.adapter)
     with tempfile.TemporaryDirectory() as folder:
-        config = SFTConfig(output_dir=folder, **(same_work(cell) | PACKED | chosen))
+        config = SFTConfig(output_dir=folder, **(same_work(cell) | PACKED | options))
         trainer = watched(SFTTrainer, clock)(
             model=model,
             args=config,
@@ -43,7 +43,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
             processing_class=AutoTokenizer.from_pretrained(inputs.model),
         )
         trainer.train()
-    return clock.read(attn_implementation=kernel, **{name: getattr(config, name) for name in TOLD})
+    return clock.read(attn_implementation=kernel, **{name: getattr(config, name) for name in RECORDED})
 
 
 PACKED = {
@@ -52,7 +52,7 @@ PACKED = {
     "max_length": None,
     "dataset_kwargs": {"skip_prepare_dataset": True},
 }
-TOLD = ("use_liger_kernel", "gradient_checkpointing", "torch_compile", "dataloader_num_workers")
+RECORDED = ("use_liger_kernel", "gradient_checkpointing", "torch_compile", "dataloader_num_workers")
 
 
 def best(*, cpu: bool) -> dict[str, Any]:
@@ -67,14 +67,14 @@ def best(*, cpu: bool) -> dict[str, Any]:
 
 
 def as_dataset(rows: PackedRows) -> Any:
-    """Return the packed rows as TRL keeps them: input_ids, labels, and the lengths of a row's documents."""
+    """Return the packed rows in TRL's format: input_ids, labels, and the document lengths of each row."""
     from datasets import Dataset
 
-    held = [rows.span(number, number + 1) for number in range(len(rows))]
+    packed = [rows.span(number, number + 1) for number in range(len(rows))]
     return Dataset.from_dict(
         {
-            "input_ids": [row.ids.tolist() for row in held],
-            "labels": [row.labels.tolist() for row in held],
-            "seq_lengths": [row.lengths.tolist() for row in held],
+            "input_ids": [row.ids.tolist() for row in packed],
+            "labels": [row.labels.tolist() for row in packed],
+            "seq_lengths": [row.lengths.tolist() for row in packed],
         }
     )

@@ -1,10 +1,10 @@
-"""The peer `unsloth`: Unsloth's model and kernels under TRL's SFTTrainer, on the cell's own packed rows.
+"""Train the peer `unsloth`: Unsloth's model and kernels under TRL's SFTTrainer, on the packed rows of the cell.
 
-Rows come packed with the lengths of their documents. With `packing` Unsloth takes these lengths for its own
-variable-length attention, so that documents do not see each other; rows that are marked as padding-free only lose them
-(its first loss is then another). Settings: `use_gradient_checkpointing` (false, true, or unsloth: layers' inputs wait
-on the host), or a field of SFTConfig. Unsloth replaces parts of transformers, peft and trl while it is imported, so
-its cells run in a process that has imported none of them (`cell.py` sees to it), and one process is all it is used on.
+Rows are passed packed, with the lengths of their documents. With `packing`, Unsloth's variable-length attention uses
+these lengths, so that documents do not attend to each other. Rows marked only as padding-free lose the lengths, and the
+first loss differs. Settings: `use_gradient_checkpointing` (false, true, or unsloth: layer inputs are kept in host
+memory), or a field of SFTConfig. Unsloth patches transformers, peft and trl when it is imported. Therefore `cell.py`
+runs its cells in one new process that has not imported them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     from trl import SFTConfig, SFTTrainer
     from unsloth import FastLanguageModel
 
-    chosen = {name: yaml.safe_load(value) for name, value in cell.named.items()}
-    recomputed = chosen.pop("use_gradient_checkpointing", False)
+    options = {name: yaml.safe_load(value) for name, value in cell.named.items()}
+    recomputed = options.pop("use_gradient_checkpointing", False)
     tokens = cell.length * cell.micro_size
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(inputs.model),
@@ -44,12 +44,13 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     if cell.lora:
         model = with_unsloth_adapter(FastLanguageModel, model, cell, inputs, recomputed)
     work = same_work(cell) | PACKED | {"packing": True, "max_length": tokens, "dataloader_num_workers": 2}
+    work |= {"logging_steps": 10}  # as in TRL and ftcli; Unsloth's default waits for the device in every step
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
             output_dir=folder,
             optim="adamw_torch_fused",
             gradient_checkpointing=bool(recomputed),
-            **(work | chosen),
+            **(work | options),
         )
         trainer = watched(SFTTrainer, clock)(
             model=model,
@@ -62,14 +63,24 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return clock.read(
         documents_apart=keeps_documents,
+        attention=attention(),
         use_gradient_checkpointing=recomputed,
         trained=sum(parameter.numel() for parameter in trained),
         dtypes=sorted({str(parameter.dtype) for parameter in trained}),
     )
 
 
+def attention() -> str:
+    """Return the package that Unsloth uses for attention over several documents in one row."""
+    from unsloth.utils import attention_dispatch
+
+    if attention_dispatch.HAS_FLASH_ATTENTION:
+        return "flash-attn"
+    return "xformers" if attention_dispatch.HAS_XFORMERS else "torch"
+
+
 def with_unsloth_adapter(maker: Any, model: Any, cell: Cell, inputs: Inputs, recomputed: Any) -> Any:
-    """Return the model with Unsloth's own LoRA layers, which begin with the values that all peers begin with."""
+    """Return the model with Unsloth's LoRA layers, which have the initial values of all peers."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""One dtype policy on every backend, made here and not by them, so that a profile cannot move the curve.
+"""One dtype policy for every backend, so that a profile does not change the curve.
 
                 weights, moments    forward and backward    sum of gradients over ranks    loss
     fp32        float32             float32                 float32                        float32
@@ -7,8 +7,8 @@
     bf16_pure   bfloat16 *          bfloat16                bfloat16                       float32
     fp8         float32             as bf16, but float8.py  float32                        float32
 
-* Lower bits of the weights beside them, and the second moment in float32 (adamw_bf16.py).
-Frozen weights keep the dtype they are loaded in. Accelerate and DeepSpeed are told to leave precision alone.
+* The optimizer also stores the low bits of the weights, and the second moment in float32 (adamw_bf16.py).
+Frozen weights keep the dtype they are loaded in. The precision settings of Accelerate and DeepSpeed are off.
 """
 
 from __future__ import annotations
@@ -19,41 +19,36 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..base_model import base_model_of
+from ftcli.models.precision import AUTOCAST, COMPUTE, load_dtype, trained_dtype
+from ftcli.models.structure import base_model_of
+from ftcli.runtime.patches import declare
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..recipe import Recipe
+    from ftcli.config.recipe import Recipe
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-COMPUTE = {"fp32": torch.float32, "bf16_pure": torch.bfloat16, **AUTOCAST}
-
-
-def trained_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the dtype that trained weights, their gradients' sums and their moments are held in."""
-    return torch.bfloat16 if recipe.precision == "bf16_pure" else torch.float32
-
-
-def frozen_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the dtype that frozen weights are held in."""
-    if recipe.model.dtype == "auto":
-        return COMPUTE[recipe.precision]
-    found: torch.dtype = getattr(torch, recipe.model.dtype)
-    return found
-
-
-def load_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the dtype that weights are loaded in: that of trained weights where all are trained."""
-    return trained_dtype(recipe) if recipe.adapter.type == "none" else frozen_dtype(recipe)
+FLOAT32 = declare(
+    __name__,
+    "float32-modules",
+    library="transformers",
+    versions=">=5.17,<5.25",
+    purpose="Finds whether transformers keeps some frozen weights of a model in float32",
+    without="The dtype of frozen weights is then not checked.",
+    alternative="None: models name these modules in private attributes.",
+    apis=(
+        "transformers:PreTrainedModel._keep_in_fp32_modules",
+        "transformers:PreTrainedModel._keep_in_fp32_modules_strict",
+    ),
+)
 
 
 def compute_in(model: nn.Module, recipe: Recipe, device_type: str) -> None:
-    """Let the forward of an unprepared model compute in the recipe's precision; backward follows forward.
+    """Run the forward pass of an unprepared model under autocast if the recipe's precision uses it.
 
-    Weights that travelled in bfloat16 (FSDP2's own mixed precision) would be cheaper, but move the curve: beside 1.0
-    a bfloat16 step is 4e-3, so a norm's weights would stand still in the forward pass for many updates (seen on
-    H200s: 1.4e-3 of the loss after 20 steps of a 0.6B shape at learning rate 1e-4, where the others differ by 1e-4).
+    The backward pass uses the dtypes of the forward pass. FSDP2's own mixed precision, which sends all weights in
+    bfloat16, would be cheaper but changes the curve. Near 1.0 the spacing of bfloat16 is 4e-3. The weights of a norm
+    would therefore not change in the forward pass for many updates. docs/explanation/precision.md has figures.
     """
     if recipe.precision in AUTOCAST:
         inner = base_model_of(model)
@@ -62,30 +57,38 @@ def compute_in(model: nn.Module, recipe: Recipe, device_type: str) -> None:
 
 @contextmanager
 def cast_once(device_type: str) -> Iterator[None]:
-    """Let the forward passes of the block share their casts of float32 weights: no weight may change inside.
+    """Return a context in which forward passes share their 16-bit casts of float32 weights.
 
-    Autocast keeps the cast of a trained weight until its outermost region ends. A forward pass by itself is one, so
-    every micro-batch would read and write all weights anew; the region around the block, in which nothing else is
-    cast, outlives it. Backward passes go through the shared casts again and again: they keep nothing that the first
-    could have freed. Recomputed layers use them too, where the backward pass runs on this thread.
+    No weight may change inside the context. Autocast caches the cast of a trained weight until its outermost region
+    ends. Without this context each forward pass is such a region, and each micro-batch casts all weights again. The
+    region that this function adds casts nothing itself. Backward passes may use a cast several times. Recomputed
+    layers use the casts too if the backward pass runs on this thread.
     """
     with torch.autocast(device_type, enabled=False):
         yield
 
 
 class LossScale:
-    """The factor that keeps small float16 gradients from becoming zero; found by doubling and halving.
+    """Dynamic loss scaling, which keeps small float16 gradients from becoming zero.
 
-    Dynamic loss scaling (Micikevicius et al. 2018, section 3.2) with torch.amp.GradScaler's numbers: halved when a
-    gradient is not finite, and that step is skipped; doubled after `growth_interval` good steps. It is the same on
-    every backend, because backends' own scalers differ, and DeepSpeed 0.19's clips gradients before unscaling them.
+    The algorithm is that of Micikevicius et al. 2018, section 3.2, with the numbers of `torch.amp.GradScaler`. If a
+    gradient is not finite, the step is skipped and the scale is halved. After `growth_interval` good steps the scale
+    is doubled. The class is used on every backend, because the scalers of the backends differ. That of DeepSpeed 0.19
+    clips gradients before unscaling them.
     """
 
     def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         self.scale, self.growth_interval, self.good_steps, self.skipped = scale, growth_interval, 0, 0
 
     def update(self, *, finite: bool) -> None:
-        """Take note of one optimizer step; raises `RuntimeError` when gradients are not finite at any scale."""
+        """Adjust the scale after one optimizer step.
+
+        Args:
+            finite: Whether all gradients of the step are finite.
+
+        Raises:
+            RuntimeError: The gradients are not finite at any scale.
+        """
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.skipped += 1
@@ -98,25 +101,33 @@ class LossScale:
             self.scale, self.good_steps = self.scale * 2, 0
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
+        """Return the values that a checkpoint stores."""
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on from what `state` returned."""
+        """Restore the values that `state` returned."""
         self.scale = state["scale"]
         self.good_steps, self.skipped = int(state["good_steps"]), int(state["skipped"])
 
 
 def check(model: nn.Module, recipe: Recipe) -> str:
-    """Return the policy as one line; raises `RuntimeError` naming the first weight of another dtype."""
-    wanted, frozen_wanted = trained_dtype(recipe), load_dtype(recipe)
-    kept = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
+    """Compare the dtypes of a model with the recipe's precision.
+
+    Returns:
+        The dtypes as one line of text.
+
+    Raises:
+        RuntimeError: A parameter has another dtype; the message names the first one.
+    """
+    dtype, frozen_dtype = trained_dtype(recipe), load_dtype(recipe)
+    # Transformers keeps the frozen weights of these modules in float32.
+    modules = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != wanted:
-            raise RuntimeError(f"trained weight {name} is {parameter.dtype} after prepare, not {wanted}")
-        if not parameter.requires_grad and parameter.dtype != frozen_wanted and not kept:
-            raise RuntimeError(f"frozen weight {name} is {parameter.dtype} after prepare, not {frozen_wanted}")
-    compute, held = (str(dtype).removeprefix("torch.") for dtype in (COMPUTE[recipe.precision], wanted))
+        if parameter.requires_grad and parameter.dtype != dtype:
+            raise RuntimeError(f"trained weight {name} is {parameter.dtype} after prepare, not {dtype}")
+        if not parameter.requires_grad and parameter.dtype != frozen_dtype and not modules and FLOAT32.is_usable():
+            raise RuntimeError(f"frozen weight {name} is {parameter.dtype} after prepare, not {frozen_dtype}")
+    compute, stored = (str(one).removeprefix("torch.") for one in (COMPUTE[recipe.precision], dtype))
     frozen = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad})
     rest = f", frozen weights {'/'.join(frozen)}" if frozen else ""
-    return f"weights {held}, compute {compute}, gradients {held}, loss float32{rest}"
+    return f"weights {stored}, compute {compute}, gradients {stored}, loss float32{rest}"

@@ -1,34 +1,33 @@
-"""Classify images: one label a row. Loss: cross-entropy summed over rows. B rows, C labels.
+"""Classify images: one label, several labels or a number per row. The loss is summed over rows.
 
-Images go through the model's own Hugging Face image processor, on Pillow, so torchvision is not needed and pixels
-are the same with and without it. They are RGB with 8 bits, turned as Exif says; pixels of 16 bits are scaled. Every
-image is decoded once when rows are prepared, so that a broken one is named then (`data.max_bad_rows`).
+Images are processed by the model's Hugging Face image processor with the Pillow backend, so pixels do not depend on
+torchvision. They are RGB with 8 bits, rotated as their Exif data require; 16-bit pixels are scaled. Every image is
+decoded once when rows are prepared, so that a broken image is reported then (`data.max_bad_rows`).
+Shapes: B rows, C labels.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from ftcli.errors import InputError
-from ftcli.sampling import seed_of
-from ftcli.tasks.images import check_image, find_image, keep_encoded, load_image, read_size
-from ftcli.tasks.label_columns import align_labels
-from ftcli.tasks.labels import (
-    CLASSIFICATION_METRICS,
-    LABELS,
-    PROBLEM_TYPE,
-    Labels,
-    classification_metrics,
-    classification_rows,
-    count_labels,
-    label_index,
-    survey_labels,
+from ftcli.runtime.errors import InputError, RowError
+from ftcli.runtime.seeds import seed_of
+from ftcli.tasks.protocol import Batch, Row
+from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
+from ftcli.tasks.shared.images import check_image, disable_decoding, find_image, load_image, read_size
+from ftcli.tasks.shared.label_options import LabelOptions, option
+from ftcli.tasks.shared.problem_types import (
+    blank_target,
+    collate_targets,
+    is_real,
+    metric_names_of,
+    problem_of,
 )
-from ftcli.tasks.protocol import Batch, Row, RowError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,137 +35,149 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-    from ftcli.mixing import Part
-    from ftcli.recipe import Recipe
-    from ftcli.spans import Span
+    from ftcli.config.recipe import Recipe
+    from ftcli.data.mixture import SourceRows
+    from ftcli.tasks.protocol import Span
 
 
-class Options(BaseModel):
+class Options(LabelOptions):
     """Keys of task_options for image_classification."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    labels: Labels | None = Field(None, description=LABELS)
     flip: float = Field(
         0.0, ge=0, le=1, description="Probability of mirroring a training image, drawn from (seed, epoch, row)."
     )
 
 
 class Task:
-    """One image, one label."""
+    """Image classification and regression."""
 
     item: Literal["token", "sample"] = "sample"
     columns: tuple[str, ...] = ("image", "label")
-    text_columns: tuple[str, ...] = ("label",)  # labels have their own rule for numbers
+    text_columns: tuple[str, ...] = ("label",)  # label_columns.py decides which labels are numbers
     reads_text = False
     auto_class = "AutoModelForImageClassification"
     peft_type: str | None = None
+    pipeline_tag = "image-classification"
+    starting_recipe: Mapping[str, Mapping[str, Any]] = {
+        "model": {"batch_norm": "frozen"},
+        "optimizer": {"learning_rate": 2e-4},
+    }
     answer_columns: tuple[str, ...] = ("target",)
     file_columns: tuple[str, ...] = ("path",)
-    metric_names = CLASSIFICATION_METRICS
+    metric_names: tuple[str, ...] = CLASSIFICATION_METRICS
+    metric_names_of = staticmethod(metric_names_of)
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
-        from ftcli.models import load_image_processor
+        from ftcli.models.load import load_image_processor
 
         if recipe.data.truncation is not None:
-            raise InputError("data.truncation is for texts, and image_classification has none", hint="delete it")
+            raise InputError("data.truncation applies to texts, and image_classification has none", hint="delete it")
         self.recipe, self.options = recipe, options
+        self.problem, self.problem_type = problem_of(options), option(options, "problem_type")
+        self.metric_names = self.problem.metric_names
+        if self.problem.terms is not None:  # other modules look for this attribute
+            self.terms = self.problem.terms
         self.processor = load_image_processor(recipe.model)
 
     def fingerprint(self) -> str:
-        """Return a digest of nothing that is stored: pixels are made when a batch is."""
+        """Return a constant digest, because prepared rows contain encoded images and pixels are computed per batch."""
         return hashlib.sha256(b"image rows hold references").hexdigest()
 
     def survey(self, rows: Dataset) -> dict[str, Any]:
-        """Return {"labels": names of the classes} of one source."""
+        """Return {"labels": names of the classes} for the rows of one source with one label per row."""
         return {"labels": survey_labels(rows, self.options.labels)}
 
-    def survey_parts(self, parts: list[Part]) -> tuple[list[Part], dict[str, Any]]:
-        """Return the parts with their labels as names, and {"labels": names of the classes}."""
-        encoded = {id(part.rows): keep_encoded(part.rows) for part in parts}
+    def survey_parts(self, parts: list[SourceRows]) -> tuple[list[SourceRows], dict[str, Any]]:
+        """Return the rows with labels as class names, and {"labels": names of the classes}."""
+        encoded = {id(part.rows): disable_decoding(part.rows) for part in parts}
         parts = [replace(part, rows=encoded[id(part.rows)]) for part in parts]
-        aligned, labels = align_labels(parts, self.options.labels)
-        return aligned, {"labels": labels}
+        return self.problem.survey(parts)
 
     def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
-        """Return {"path", "bytes", "target", "items"}; raises `RowError` for what is no image."""
+        """Return one prepared row: {"path", "bytes", "target", "items"}.
+
+        Raises:
+            RowError: The image cannot be decoded, or the label is unknown.
+        """
         path, data = find_image(row["image"])
         check_image(path, data)
         return [{"path": path, "bytes": data, "target": self._target(row, facts), "items": 1}]
 
-    def _target(self, row: Row, facts: dict[str, Any]) -> int:
-        return label_index(row["label"], facts["labels"], listed=self.options.labels is not None)
+    def _target(self, row: Row, facts: dict[str, Any]) -> Any:
+        """Return the index of a row's label, for each class whether the row has it, or a number."""
+        return self.problem.target(row, facts)
 
     def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
-        """Return no text but where the image is, its size, and its label."""
+        """Return no text, and path, size and label of the image."""
         width, height, mode = read_size(row["path"], row["bytes"])
         size = f"{width} x {height} pixels, {mode}"
-        place = f"{len(row['bytes'])} bytes" if row["path"] is None else row["path"]
-        return [], {"image": place, "size": size, "label": facts["labels"][row["target"]]}
+        image = f"{len(row['bytes'])} bytes" if row["path"] is None else row["path"]
+        return [], {"image": image, "size": size, "label": self.problem.describe(row["target"], facts)}
 
     def count_answers(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, int]:
-        """Return how many rows have each label."""
-        return count_labels(rows, facts["labels"])
+        """Return the number of prepared rows of each label."""
+        return self.problem.count_answers(rows, facts)
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
-        """Return the model with a head of C labels."""
-        from ftcli.models import load_model
+        """Return the model with a head of C labels, and the names of its new modules."""
+        from ftcli.models.load import load_model
 
-        head = {"new_head": True, "labels": facts["labels"], "problem_type": PROBLEM_TYPE}
+        self.problem.take_facts(facts)
+        self.metric_names = self.problem.metric_names
+        head = {"new_head": True, "labels": facts["labels"], "problem_type": self.problem_type}
         return load_model(self.auto_class, self.recipe, **head, **kwargs)
 
     def finish_model(self, model: nn.Module) -> None:
-        """Leave what stands for masked patches (DINOv2) as it is: without any it has no gradient to wait for."""
+        """Freeze the embedding of masked patches (DINOv2), which is not used and would never get a gradient."""
         for name, parameter in model.named_parameters():
             if name.split(".")[-1] == "mask_token":
                 parameter.requires_grad_(False)
 
     def blank(self, row: Row) -> Row:
-        """Return the row with a target that is ignored."""
-        return row | {"target": -100, "items": 0}
+        """Return the row as padding, with a target that the loss ignores."""
+        return row | {"target": blank_target(row["target"]), "items": 0}
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return pixel_values `[B, channels, height, width]` float32 and targets `[B]`."""
-        import torch
-
+        """Return `pixel_values` `[B, channels, height, width]` float32 and `targets` `[B]` int64, on the host."""
         images = [self._image(row) for row in rows]
         return {
             "pixel_values": self.processor(images, return_tensors="pt")["pixel_values"],
-            "targets": torch.tensor([int(row["target"]) for row in rows]),
+            "targets": collate_targets(rows),
         }
 
     def _image(self, row: Row) -> Image:
+        """Return the decoded image of a row, randomly mirrored in training."""
         from PIL import ImageOps
 
         try:
             image = load_image(row["path"], row["bytes"])
-        except RowError as error:  # it was whole when rows were prepared
-            raise InputError(str(error), hint="images must not change while a run reads them") from error
+        except RowError as error:  # the image was valid when rows were prepared
+            raise InputError(
+                str(error), hint="restore the image: files must not change while a run reads them"
+            ) from error
         drawn = seed_of(self.recipe.seed, row["epoch"], row["id"]) / 2**63
         return ImageOps.mirror(image) if row["training"] and drawn < self.options.flip else image
 
     def count(self, batch: Batch) -> int:
-        """Return the rows that are not padding."""
-        return int((batch["targets"] != -100).sum())
+        """Return the number of rows that are not padding."""
+        return int(is_real(batch["targets"]).sum())
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the cross-entropy `[B]`."""
-        from ftcli.losses import cross_entropy_rows
-
-        return cross_entropy_rows(model(pixel_values=batch["pixel_values"]).logits, batch["targets"])
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """Return the loss of each row `[B]` float32, 0 for padding; or both terms of a smoothed one."""
+        return self.problem.loss(model(pixel_values=batch["pixel_values"]).logits, batch["targets"])
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return loss, items, target and prediction of every row `[B]`."""
-        return classification_rows(model(pixel_values=batch["pixel_values"]).logits, batch["targets"])
+        """Return loss and items `[B]`, and target and prediction, `[B]` or `[B, C]`."""
+        return self.problem.eval_rows(model(pixel_values=batch["pixel_values"]).logits, batch["targets"])
 
     def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return loss, accuracy and macro-F1."""
-        return classification_metrics(rows)
+        """Return the metrics of the problem's kind, such as accuracy, F1 or squared error."""
+        return self.problem.metrics(rows)
 
     def save_processor(self, folder: str) -> None:
         """Write the image processor."""
         self.processor.save_pretrained(folder)
 
     def probe(self, batch: Batch) -> Batch:
-        """Return what the plain model takes to give logits."""
+        """Return the arguments with which the plain model computes logits."""
         return {"pixel_values": batch["pixel_values"]}

@@ -1,136 +1,349 @@
-"""The contract between a task and everything else. A task is one file; no base class, nothing to register.
+"""Define the interface of a task. A task is one file, without a base class and without registration.
 
-A task's module has `Options` (a pydantic model: the keys of `task_options`) and `Task`, which satisfies the
+The module of a task has `Options` (a pydantic model with the keys of `task_options`) and `Task`, which implements the
 protocol below. B: rows of a micro-batch, T: tokens of the longest row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ftcli.errors import RowError as RowError
+from ftcli.runtime.errors import RowError as RowError
 
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
     from torch import Tensor, nn
 
-    from ftcli.recipe import Recipe
-    from ftcli.spans import Span
+    from ftcli.config.recipe import Recipe
 
 Batch = dict[str, Any]
 Row = dict[str, Any]
 
+ITEMS = "items"  # name of the first count of every task
+NOTES = "notes"  # key of the notes in the result of `loss`
+COUNT_UNIT = 2.0**-16  # counts other than `items` are whole multiples of it, so that their sums are exact
 
-class Task(Protocol):
-    """What is trained: rows to tensors, tensors to losses that are summed, evaluation rows to metrics.
 
-    A task whose rows are documents of a language model says `packs = True`: `collate` then lays training rows end to
-    end where the recipe asks for it (`tokens.flat_batch`), and `finish_model` confines attention to each
-    (`attention.confine_to_documents`). A task that does not say so refuses data.packing and data.padding_free.
+@dataclass(frozen=True)
+class Term:
+    """One term of a loss: `weight` times the mean of its contributions over a count of the global batch.
 
-    A task may also have `sparse: tuple[str, ...]`, names of modules that its rows do not all use: their tensors may be
-    without a gradient for many steps (gradient_watch.py).
-
-    To compute without the adapter, use `with ftcli.disable_adapter(model):` in `loss` or `eval_step`.
+    Attributes:
+        weight: Factor of the mean in the loss.
+        count_name: Name of the count, a key of the result of `count`.
     """
 
-    item: Literal["token", "sample"]  # what the loss is a sum over
-    auto_class: str | None  # transformers' class that loads the model; None: `load_model` builds a module of its own
-    peft_type: str | None  # peft's name of the task, for what it writes beside an adapter
-    columns: tuple[str, ...]  # columns that every row must have; empty: the task recognises several formats
-    # Optional: file_columns: tuple[str, ...], columns of prepared rows that hold paths of files which `collate` reads:
-    # the contents of these files are part of the data fingerprint.
-    # Optional: formats: tuple[str, ...], the kinds of formats.py that a task without columns recognises.
-    # Optional: text_columns: tuple[str, ...], columns whose fields stay text in a table (.csv, .tsv), also digits.
-    # Optional: reads_text = False for rows that are no text: keys of the recipe for texts are then errors.
-    # Optional: metric_names: tuple[str, ...], the keys of `metrics`: a recipe that goes by another is told at once.
-    # Optional: encode_rows(rows, facts) -> list[list[Row] | RowError], what `encode` gives for many rows, faster.
+    weight: float = 1.0
+    count_name: str = ITEMS
 
-    # Optional: survey_parts(parts) -> (parts, facts), called with the rows of all sources and splits in place of
-    # `survey`, for a task whose columns must mean the same in all of them. A derived class with an own `survey` alone
-    # does not use it.
 
-    # Optional, for models that are not transformers' own (own_model.py):
-    # save_model(model, folder) writes everything but the weights; default: the model's `save_pretrained`, if any.
-    # probe_output(output) -> Tensor, what an export must give again; default: logits, or last_hidden_state, or a
-    # tensor that is the output itself. Without any of them, and without `probe`, exports are compared by their weights.
-    # Such a model is built again by `load_model`, and its weights are put into it by name.
+@dataclass(frozen=True)
+class Seen:
+    """Results of the first pass over a step, for the loss of one micro-batch.
+
+    Attributes:
+        values: Results of `first_pass` for all R rows of the step on all ranks: `[R, ...]` by name. The rows are sorted
+            by id, and equal on every rank. Padding is left out.
+        positions: Indices of the rows of this micro-batch in `values`, `[B]` int64. Padding has the index of any row.
+    """
+
+    values: dict[str, Tensor]
+    positions: Tensor
+
+
+DEFAULT_TERMS: Mapping[str, Term] = {"loss": Term()}
+
+
+class Task(Protocol):
+    """Converts rows to tensors, tensors to loss contributions, and evaluation rows to metrics.
+
+    **Packing.** A task whose rows are documents of a language model may set `packs = True`. `collate` then concatenates
+    training rows if the recipe sets data.packing or data.padding_free (`tasks.shared.batches.flat_batch`), and
+    `finish_model` restricts attention to each document (`models.kernels.document_attention`). Without `packs` both keys
+    are errors.
+
+    **Sparse modules.** `sparse: tuple[str, ...]` lists modules that not every row uses. Their tensors may have no
+    gradient for many steps (gradient_watch.py).
+
+    **Terms.** A loss may have several terms. The task then has `terms`, name -> `Term`, set in the class or by
+    `__init__` from its options, and `loss` returns {name of the term: contributions}. The loss of a step is the sum of
+    all terms. A term is its weight times the sum of its contributions in the global batch, divided by its count. It is
+    0 in a step where its count is 0. Only the first term is reported by source, if it is a mean over `items`.
+
+    **Notes.** A task may log values that are not trained. It then has `notes`, name -> name of a count, and `loss`
+    returns {..., "notes": {name: values}}. A note is logged as the sum of its values in the global batch, divided by
+    the count. A standard deviation needs two notes, of x and of x^2.
+
+    **First pass.** A loss may depend on all rows of a step, for instance a contrastive loss. The task then has
+    `first_pass(model, batch)`, which returns values by row, `[B, ...]` by name, and its loss is
+    `loss(model, batch, seen)`, with a `Seen`. The first pass runs under `no_grad` over all micro-batches of a step,
+    before the first gradient. Both passes over a micro-batch have the same dropout masks. The first pass takes one more
+    forward pass.
+
+    **Derived columns.** `derive(model, batch)` returns new columns, `[B, ...]` by name, for instance log-probabilities
+    under the initial weights. They are computed once for all rows before training, without gradient and in evaluation
+    mode, and cached. The rows of `collate` have them, except while they are computed. The cache is used again while
+    rows, starting weights, precision, the adapter's type and `task_options` (or what `derived_from()` returns) stay.
+
+    To compute without the adapter, use `with ftcli.disable_adapter(model):` in `loss` or `eval_step`.
+
+    Example:
+        # my_task.py: text classification with label smoothing
+        import torch
+        from ftcli.tasks import text_classification
+        from ftcli.tasks.text_classification import Options as Options
+
+
+        class Task(text_classification.Task):
+            def loss(self, model, batch):
+                logits = model(**self.probe(batch)).logits.float()
+                loss = torch.nn.CrossEntropyLoss(reduction="none", label_smoothing=0.1)
+                return loss(logits, batch["targets"])
+    """
+
+    item: Literal["token", "sample"]  # unit of the loss contributions
+    auto_class: str | None  # class of transformers that loads the model; None: `load_model` builds its own module
+    peft_type: str | None  # peft's name of the task, for the files of an adapter
+    columns: tuple[str, ...]  # required columns of a row; empty: the task recognises several formats
+    # Optional: file_columns: tuple[str, ...], columns of prepared rows with paths of files that `collate` reads. The
+    # contents of these files are part of the data fingerprint, their sizes and times are part of the cache key.
+    # Optional: text_columns: tuple[str, ...], columns whose fields stay text in a table (.csv, .tsv), even digits.
+    # Optional: metric_names: tuple[str, ...], the keys of `metrics`. A recipe with another metric is then an error.
+    # Optional: the attributes of `TaskProperties` below, which other modules read without importing torch.
+    # Optional: encode_rows(rows, facts) -> list[list[Row] | RowError], the results of `encode` for many rows, faster.
+    # Optional: describe_rows(facts) -> list[str], log lines about the training rows.
+    # Optional: survey_parts(parts) -> (parts, facts), called with the rows of all sources and splits instead of
+    # `survey`, for a task whose columns must have the same meaning in all of them. It is not used for a derived class
+    # that overrides only `survey`.
+    # Optional, for models that are not part of transformers (own_model.py):
+    # save_model(model, folder) writes everything except the weights; default: `save_pretrained` of the model, if any.
+    # probe_output(output) -> Tensor, by which an export is compared; default: logits, or last_hidden_state, or the
+    # output itself if it is a tensor. Without any of them, and without `probe`, exports are compared by their weights.
+    # `load_model` builds such a model again, and its weights are loaded by name.
 
     def __init__(self, recipe: Recipe, options: Any) -> None: ...
 
     def fingerprint(self) -> str:
-        """Return a text that changes whenever `encode` could give another result for the same row."""
+        """Return a text that changes whenever `encode` could return another result for the same row."""
 
     def survey(self, rows: Dataset) -> dict[str, Any]:
-        """Return facts of the whole training set that rows and model depend on (label names); JSON values.
+        """Return properties of the training set on which rows and model depend, such as label names.
 
-        `rows` has the task's columns, of all sources; a task without columns is asked for each source by itself.
+        Args:
+            rows: The task's columns of all sources. For a task without columns, the rows of one source per call.
+
+        Returns:
+            JSON values by name.
         """
 
     def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
-        """Return the prepared rows that one row becomes: one, several where it is split, or none where it is too long.
+        """Encode one row.
 
-        `items` is what a prepared row adds to `count`: rows without any are left out, and counted. `cut: True` marks
-        a row that was shortened; it is counted and not stored. Raises `RowError` for a row of the wrong shape.
+        Args:
+            row: A row of a source, with columns renamed.
+            facts: Result of `survey`.
+
+        Returns:
+            Prepared rows: one, several if the row is split, or none if it is too long. The key `items` is the
+            contribution of a prepared row to `count`; rows with 0 items are left out. Further keys are not
+            stored: `cut: True` marks a shortened row, `is_piece: False` one of several rows that are not parts of a
+            longer one, `has_no_weight: True` a row with weight 0.
+
+        Raises:
+            RowError: The row cannot be used.
         """
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
-        """Return (transformers model, names of its new modules); `kwargs` go to `models.load_model`."""
+        """Load the model.
+
+        Args:
+            facts: Result of `survey`.
+            **kwargs: Arguments for `models.load.load_model`.
+
+        Returns:
+            (model, names of its modules with new weights).
+        """
 
     def finish_model(self, model: nn.Module) -> None:
-        """Change the model, adapter included, before it is prepared: what its forward returns, for instance."""
+        """Change the model and its adapter in place before `Accelerator.prepare`, for instance its forward."""
 
     def blank(self, row: Row) -> Row:
-        """Return the row as padding: the same shape, and it weighs nothing in loss and count."""
+        """Return a prepared row as padding: with the same shape, and adding 0 to loss and counts."""
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return tensors of B rows on the host. Rows carry `epoch` and `id` for seeded augmentation."""
+        """Return the tensors of a micro-batch on the host.
 
-    def count(self, batch: Batch) -> int:
-        """Return how many items the loss of this batch is a sum over."""
+        Args:
+            rows: B prepared rows, with `epoch` and `id` for seeded augmentation.
+        """
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the parts of the loss, float32 `[N]`, whose sum is trained. Calls the model once.
+    def count(self, batch: Batch) -> int | dict[str, Any]:
+        """Return the number of items over which the loss of a batch is summed.
 
-        N: the items, those of a row together and rows in order, where `item` is token; else the rows, padding too,
-        which has 0. Their sum instead, a scalar, will do for one source: those of several are told apart by parts.
+        A task whose terms or notes are means over other counts returns all counts by name, `items` first. They are
+        integers, or multiples of `COUNT_UNIT` for sums of weights.
+
+        Args:
+            batch: Tensors on the host.
+        """
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor | dict[str, Any]:
+        """Return the contributions to the loss. May call the model several times.
+
+        Args:
+            model: The prepared model. Its parameters may be used only inside its own call.
+            batch: Tensors on the device.
+
+        Returns:
+            Contributions `[N]` float32, or a dictionary of terms and notes. N is the number of items in the order of
+            rows if `item` is token, else the number of rows, where padding has 0. With one training source
+            a scalar, the sum, is enough.
         """
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return one value per row `[B]` for each name; must hold `loss` (a sum) and `items`."""
+        """Evaluate a batch.
+
+        Args:
+            model: The prepared model in evaluation mode.
+            batch: Tensors on the device.
+
+        Returns:
+            Values by row, `[B, ...]` by name, with `loss` (a sum) and `items`.
+        """
 
     def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return metrics of all evaluation rows `[N]`; a pure function, in float64."""
+        """Return the metrics of an evaluation. A pure function, in float64.
+
+        Args:
+            rows: Results of `eval_step` for all N evaluation rows, `[N, ...]` by name.
+        """
 
     def save_processor(self, folder: str) -> None:
-        """Write what turns raw input into tensors (tokenizer, image processor) into `folder`."""
+        """Write the tokenizer or image processor into a folder."""
 
     def probe(self, batch: Batch) -> Batch:
-        """Return the part of a batch that the plain model takes to give logits; optional for a module of one's own."""
+        """Return the tensors of a batch that the model needs for logits. Optional for models outside transformers."""
+
+
+def has_first_pass(task: object) -> bool:
+    """Return whether the loss of a task needs a first pass over the rows of a step."""
+    return hasattr(task, "first_pass")
+
+
+def derives_columns(task: object) -> bool:
+    """Return whether a task has columns that the model computes before training."""
+    return hasattr(task, "derive")
 
 
 class Showing(Protocol):
-    """What a task may have besides, for `ftcli preview`; without it rows are shown by their tokens or columns."""
+    """Optional members of a task for `ftcli preview`. Without them, rows are shown by their tokens or columns."""
 
-    tokenizer: Any  # of a task whose rows have input_ids
-    answer_columns: tuple[str, ...]  # columns of a prepared row that the model is not given: the label
+    tokenizer: Any  # if prepared rows have input_ids
+    answer_columns: tuple[str, ...]  # columns of a prepared row that are targets, such as the label
 
     def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
-        """Return (spans of the text, further facts by name) of a prepared row."""
+        """Return (spans of the text, other values by name) of a prepared row; `facts` is the result of `survey`."""
 
     def count_answers(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, int]:
-        """Return how many rows have each answer that there is; with an answer that no row has."""
+        """Return the number of prepared rows with each possible answer, even for answers without rows."""
 
 
 class Writes(Protocol):
-    """What a task has besides when its model writes text: prompts can then be answered, in a run and after it."""
+    """Members of a task whose model generates text, so that it can answer prompts."""
 
     tokenizer: Any
 
-    def encode_prompt(self, asked: str | list[dict[str, Any]], **options: Any) -> list[int]:
-        """Return the tokens of a prompt (text, or messages) up to where the answer begins.
+    def encode_prompt(self, prompt: str | list[dict[str, Any]], **options: Any) -> list[int]:
+        """Encode a prompt up to the start of the answer.
 
-        `options` are the `tools` and `chat_template_kwargs` of prompts that have some (`prompts.Prompt`). Raises
-        `InputError` for one that the model cannot be given.
+        Args:
+            prompt: A text or messages.
+            **options: `tools` and `chat_template_kwargs` of the prompt, if it has them (`prompts.Prompt`).
+
+        Returns:
+            The token ids.
+
+        Raises:
+            InputError: The model cannot answer the prompt.
         """
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of the text of a row.
+
+    Attributes:
+        text: The text.
+        is_trained: Whether the loss is on it.
+        is_special: Whether it is a special token.
+        ids: Its tokens; empty for text without tokens.
+        part: Name of one of several answers that it belongs to, which a preview shows side by side; "": of no answer.
+    """
+
+    text: str
+    is_trained: bool = False
+    is_special: bool = False
+    ids: tuple[int, ...] = ()
+    part: str = ""
+
+
+CAUSAL_LM = "AutoModelForCausalLM"  # class of transformers for models that answer prompts
+# Defaults of `pipeline_tag` and `adapter_task_type`, by the class of transformers that loads the model.
+PIPELINE_TAGS = {
+    CAUSAL_LM: "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForImageClassification": "image-classification",
+}
+ADAPTER_TASK_TYPES = {
+    "AutoModelForSequenceClassification": "SEQ_CLS",
+    "AutoModelForTokenClassification": "TOKEN_CLS",
+}
+
+
+@dataclass(frozen=True)
+class TaskProperties:
+    """Optional class attributes of a task, with their defaults.
+
+    Attributes:
+        formats: Kinds of rows (data/formats.py) that a task without `columns` recognises.
+        reads_text: Whether rows are text. Otherwise keys of the recipe for texts are errors.
+        needs_tokenizer: Whether the folder of a local model must have a tokenizer.
+        uses_vocabulary_logits: Whether the loss needs logits over the whole vocabulary, for the estimate of memory.
+        answers_per_row: Usual number of documents of at most `data.max_length` tokens in a prepared row, for estimates.
+            A prepared row with several has the columns `sides`, their number, and `longest`, the tokens of the longest.
+        makes_several_rows: Whether a row may become several although it is not split.
+        default_truncation: The value of `data.truncation: null`: truncate, drop or split.
+        starting_recipe: Sections of the recipe that `ftcli init` writes, where they differ from its general values.
+        pipeline_tag: The name of the task in a model card. Default: by `auto_class`.
+        adapter_task_type: peft's name of the task in the files of an adapter, if training leaves it out
+            (`peft_type = None`). Default: by `auto_class`.
+    """
+
+    formats: tuple[str, ...] = ()
+    reads_text: bool = True
+    needs_tokenizer: bool = False
+    uses_vocabulary_logits: bool = False
+    answers_per_row: int = 1
+    makes_several_rows: bool = False
+    default_truncation: str = "truncate"
+    starting_recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pipeline_tag: str | None = None
+    adapter_task_type: str | None = None
+
+
+def properties_of(task: object) -> TaskProperties:
+    """Return the properties of a task.
+
+    Args:
+        task: A task, or its class; None for a task that may not be imported, whose properties are the defaults.
+    """
+    auto_class = getattr(task, "auto_class", None) or ""
+    values: dict[str, Any] = {
+        "pipeline_tag": PIPELINE_TAGS.get(auto_class),
+        "adapter_task_type": ADAPTER_TASK_TYPES.get(auto_class),
+    }
+    values |= {one.name: getattr(task, one.name) for one in fields(TaskProperties) if hasattr(task, one.name)}
+    return TaskProperties(**values)

@@ -1,28 +1,50 @@
-"""Supervised fine-tuning of a causal language model on answers: chat messages, or prompt and completion.
+"""Supervised fine-tuning of a causal language model on chats, or on pairs of prompt and completion.
 
-Loss: negative log-likelihood summed over the tokens of the assistant's turns. B rows, T tokens, N trained tokens.
+The loss is the negative log-likelihood, summed over the tokens of the assistant's turns, and divided by their number.
+Weights of rows and turns multiply it. Label smoothing and z-loss are further terms.
+Shapes: B rows, T tokens, N trained tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ftcli.attention import check_architecture, check_heads, confine_to_documents, is_best_flat, is_flash, is_flat
-from ftcli.chat import TrainOn, encode_conversations, load_template
-from ftcli.formats import convert
-from ftcli.tasks.protocol import Batch, Row, RowError
-from ftcli.tasks.tokens import encode_completion, fit, flat_batch, padded_batch
-from ftcli.template_variables import check_variables, texts_of
+from ftcli.data.chat.encode import TrainOn, encode_weighted
+from ftcli.data.chat.text_spans import decode_spans
+from ftcli.data.formats import convert
+from ftcli.models.kernels.document_attention import (
+    check_architecture,
+    check_heads,
+    confine_to_documents,
+    is_flash,
+    is_flat,
+    prefers_flat,
+)
+from ftcli.runtime.errors import RowError
+from ftcli.tasks.protocol import CAUSAL_LM, Batch, Row, Span
+from ftcli.tasks.shared.batches import encode_completion, flat_batch, padded_batch
+from ftcli.tasks.shared.chat_tokenizer import load_chat_tokenizer, tokenizer_digest
+from ftcli.tasks.shared.token_weights import (
+    OUTPUTS,
+    LabelSmoothing,
+    ZLoss,
+    describe_weights,
+    fit_weighted,
+    regularizer_terms,
+    weigh,
+    weight_column,
+    without_weights,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
     from torch import Tensor, nn
 
-    from ftcli.recipe import Recipe
+    from ftcli.config.recipe import Recipe
 
 
 class Options(BaseModel):
@@ -45,60 +67,76 @@ class Options(BaseModel):
     train_on: TrainOn = Field(
         "assistant",
         description="assistant: every turn of the assistant, or the completion; last: only the last message, if it is "
-        "the assistant's; all: every token. `train: true | false` in a message goes before it.",
+        "the assistant's; all: every token. `train: true | false` in a message overrides this key.",
     )
+    label_smoothing: LabelSmoothing = 0.0
+    z_loss: ZLoss = 0.0
 
 
 class Task:
-    """Answers are trained, prompts are read."""
+    """Supervised fine-tuning. Answers are trained; prompts are context."""
 
     item: Literal["token", "sample"] = "token"
     columns: tuple[str, ...] = ()
     formats: tuple[str, ...] = ("messages", "completion")
     packs = True
-    auto_class = "AutoModelForCausalLM"
+    auto_class = CAUSAL_LM
+    needs_tokenizer = True
+    uses_vocabulary_logits = True
+    default_truncation = "truncate"
+    starting_recipe: Mapping[str, Mapping[str, Any]] = {
+        "adapter": {"type": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
+        "data": {"max_length": 1024},
+        "batch": {"global_size": 16, "micro_size": 4},
+        "train": {"epochs": 1},
+        "optimizer": {"learning_rate": 2e-4},
+        "schedule": {"name": "cosine", "warmup_steps": 0.05},
+    }
     peft_type: str | None = "CAUSAL_LM"
     metric_names: tuple[str, ...] = ("loss", "perplexity")
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
-        from ftcli.models import load_tokenizer
-
         self.recipe, self.options, self.is_flat = recipe, options, is_flat(recipe)
-        self.tokenizer = load_tokenizer(recipe.model)
-        if options.chat_template is not None:
-            load_template(self.tokenizer, options.chat_template)
+        self.tokenizer = load_chat_tokenizer(recipe, options.chat_template)
         self.variables = recipe.data.chat_template_kwargs
-        check_variables(self.variables, texts_of(self.tokenizer.chat_template))
+        self.regularizers = regularizer_terms(options)
+        if self.regularizers:  # other modules look for this attribute
+            self.terms = self.regularizers
 
     def fingerprint(self) -> str:
         """Return a digest of the tokenizer, its special tokens and its chat template."""
-        text = f"{self.tokenizer.backend_tokenizer.to_str()}{self.tokenizer.chat_template}"
-        return hashlib.sha256(f"{text}{self.tokenizer.special_tokens_map}".encode()).hexdigest()
+        return tokenizer_digest(self.tokenizer)
 
     def survey(self, rows: Dataset) -> dict[str, Any]:
-        """Return nothing: rows do not depend on each other."""
+        """Return an empty dictionary, because prepared rows depend on no other rows."""
         return {}
 
     def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
-        """Return {"input_ids", "trained", "items"} of one example, made to fit data.max_length."""
-        (found,) = self.encode_rows([row], facts)
-        if isinstance(found, RowError):
-            raise found
-        return found
+        """Return the prepared rows of one example, each {"input_ids", "trained", "items"}.
+
+        An example longer than data.max_length is truncated, split or dropped, as data.truncation requires.
+
+        Raises:
+            RowError: The row has another format, or its conversation cannot be rendered.
+        """
+        (result,) = self.encode_rows([row], facts)
+        if isinstance(result, RowError):
+            raise result
+        return result
 
     def encode_rows(self, rows: list[Row], facts: dict[str, Any]) -> list[list[Row] | RowError]:
-        """Return what `encode` gives for each row, or its `RowError`; conversations are tokenised in one call."""
-        found: list[Any] = []
+        """Return the result of `encode` for each row, or its `RowError`. Conversations are tokenized in one call."""
+        results: list[Any] = []
         conversations: list[tuple[int, Row]] = []
         for number, row in enumerate(rows):
             try:
                 example = self._as_conversation(convert(row, self.formats or Task.formats))
-                found.append(None if "messages" in example else self._fit(*self._encode_plain(example)))
+                results.append(None if "messages" in example else self._fit(example, *self._encode_plain(example)))
             except RowError as error:
-                found.append(error)
+                results.append(error)
             else:
                 conversations += [(number, example)] * ("messages" in example)
-        encoded = encode_conversations(
+        encoded = encode_weighted(
             self.tokenizer,
             [example["messages"] for _, example in conversations],
             tools=[example["tools"] for _, example in conversations],
@@ -107,76 +145,92 @@ class Task:
                 {**self.variables, **example.get("chat_template_kwargs", {})} for _, example in conversations
             ],
         )
-        for (number, _), result in zip(conversations, encoded, strict=True):
-            found[number] = result if isinstance(result, RowError) else self._fit(*result)
-        return found
+        for (number, example), result in zip(conversations, encoded, strict=True):
+            results[number] = result if isinstance(result, RowError) else self._fit(example, *result)
+        return results
 
     def _as_conversation(self, example: Row) -> Row:
-        """Return {"messages", "tools"} of an example, or the example itself where it stays plain text."""
+        """Return {"messages", "tools"} of an example, or the example itself if it is encoded as plain text."""
         has_template = self.tokenizer.chat_template is not None
         if "messages" not in example:
             if self.options.chat == "never" or not has_template:
                 return example
             prompt, answer = example["prompt"], example["completion"]
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            return {"messages": turns, "tools": example.get("tools")}
+            return {"messages": turns, "tools": example.get("tools"), **weight_column(example)}
         if "prompt" in example and self.options.chat == "never":
-            raise RowError("has what only a chat holds (system, tools, ...), and task_options.chat is never")
+            raise RowError("has parts that need a chat template (system, tools, ...), but task_options.chat is never")
         if not has_template:
             raise RowError("has messages, but the tokenizer has no chat template")
         return example
 
     def _encode_plain(self, example: Row) -> tuple[list[int], list[bool]]:
+        """Return (ids, trained) of a prompt and its completion as plain text."""
         ids, trained = encode_completion(self.tokenizer, example["prompt"], example["completion"])
         return ids, [True] * len(ids) if self.options.train_on == "all" else trained
 
-    def _fit(self, ids: list[int], trained: list[bool]) -> list[Row]:
-        return fit(ids, trained, self.recipe.data.max_length, self.recipe.data.truncation or "truncate")
+    def _fit(self, example: Row, ids: list[int], trained: list[bool], weights: list[float] | None = None) -> list[Row]:
+        """Return rows of at most data.max_length tokens, with the weight of the example."""
+        policy = self.recipe.data.truncation or self.default_truncation
+        return fit_weighted(example, ids, trained, self.recipe.data.max_length, policy, weights)
+
+    def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
+        """Return the spans of the text, and the weights of the row."""
+        return decode_spans(self.tokenizer, row["input_ids"], row.get("trained")), describe_weights(row)
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
-        """Return the causal language model; it has no new head."""
-        from ftcli.models import configuration, load_model
+        """Return the causal language model, and the names of its new modules, of which there are none.
+
+        Raises:
+            InputError: The recipe requests flat rows or a kernel that the model does not support.
+        """
+        from ftcli.models.load import load_configuration, load_model
 
         if is_flat(self.recipe) or is_flash(self.recipe.model.attn_implementation):
-            config = configuration(self.recipe.model)
+            config = load_configuration(self.recipe.model)
             check_heads(config, self.recipe)
             check_architecture(config, self.recipe)
         return load_model(self.auto_class, self.recipe, new_head=False, **kwargs)
 
     def finish_model(self, model: nn.Module) -> None:
-        """Let the model return the negative log-likelihood of its targets, and keep documents in one row apart."""
-        from ftcli.losses import return_token_nll
+        """Make the model return likelihoods instead of logits; with flat rows, confine attention to documents."""
+        from ftcli.models.losses import return_token_nll
 
-        chosen = self.recipe.model.attn_implementation
-        self.is_flat = is_best_flat(model, self.recipe)
-        if self.is_flat and not is_flash(chosen):
-            confine_to_documents(model, chosen)
-        return_token_nll(model)
+        kernel = self.recipe.model.attn_implementation
+        self.is_flat = prefers_flat(model, self.recipe)
+        if self.is_flat and not is_flash(kernel):
+            confine_to_documents(model, kernel)
+        return_token_nll(model, regularizers=bool(self.regularizers))
 
     def blank(self, row: Row) -> Row:
-        """Return the row with nothing trained."""
+        """Return the row as padding, with no trained token."""
         return row | {"trained": [False] * len(row["trained"]), "items": 0}
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return a batch of padded rows, or of training rows laid end to end (once the model is known)."""
+        """Return a batch of padded rows, or a flat batch of training rows if `finish_model` has enabled it."""
         if self.is_flat and rows[0]["training"]:
             return flat_batch(rows, self.recipe.model.attn_implementation)
         return padded_batch(rows, self.tokenizer.pad_token_id)
 
     def count(self, batch: Batch) -> int:
-        """Return N, the trained tokens."""
+        """Return N, the number of trained tokens."""
         return int(batch["targets"].numel())
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the negative log-likelihood `[N]` of the trained tokens."""
-        nll: Tensor = model(**batch)["nll"]
-        return nll
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor | dict[str, Any]:
+        """Return the negative log-likelihood of each trained token `[N]` float32, times its weight; or all terms."""
+        inputs, weights = without_weights(batch)
+        outputs = model(**inputs)
+        if not self.regularizers:
+            nll: Tensor = weigh(outputs["nll"], weights)
+            return nll
+        return {name: weigh(outputs[OUTPUTS[name]], weights) for name in self.regularizers}
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return loss and items of every row `[B]`."""
+        """Return loss and items of each row, each `[B]` float64. The loss is the weighted log-likelihood."""
         import torch
 
-        nll = model(**batch)["nll"]
+        inputs, weights = without_weights(batch)
+        nll = weigh(model(**inputs)["nll"], weights)
         rows = batch["positions"] // batch["input_ids"].shape[1]
         zeros = torch.zeros(batch["input_ids"].shape[0], dtype=torch.float64, device=nll.device)
         return {
@@ -185,7 +239,7 @@ class Task:
         }
 
     def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return loss per trained token, and perplexity = exp(loss)."""
+        """Return the loss per trained token, and the perplexity exp(loss)."""
         import numpy as np
 
         loss = float(rows["loss"].sum() / rows["items"].sum())
@@ -193,28 +247,34 @@ class Task:
 
     def save_processor(self, folder: str) -> None:
         """Write the tokenizer with its chat template."""
-        from ftcli.tokenizer_files import save_tokenizer
+        from ftcli.data.tokenizer_files import save_tokenizer
 
         save_tokenizer(self.tokenizer, folder)
 
     def encode_prompt(
         self,
-        asked: str | list[dict[str, Any]],
+        prompt: str | list[dict[str, Any]],
         *,
         tools: list[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Return the tokens of a prompt as rows are written: text is a user's turn where rows become turns."""
-        from ftcli.generation import encode_prompt
+        """Return the tokens of a prompt, rendered like training rows.
+
+        Args:
+            prompt: Messages, or a text. A text becomes a user turn if the task renders prompts as chats.
+            tools: Tools for the chat template.
+            chat_template_kwargs: Variables of the chat template; they override those of the recipe.
+        """
+        from ftcli.data.chat.prompt import encode_prompt
 
         return encode_prompt(
             self.tokenizer,
-            asked,
+            prompt,
             as_chat=self.options.chat == "auto",
             tools=tools,
             chat_template_kwargs={**self.variables, **(chat_template_kwargs or {})},
         )
 
     def probe(self, batch: Batch) -> Batch:
-        """Return what the plain model takes to give logits."""
+        """Return the arguments with which the plain model computes logits."""
         return {name: batch[name] for name in ("input_ids", "attention_mask")}

@@ -1,65 +1,74 @@
-"""Classify texts: one label a row. Loss: cross-entropy summed over rows. B rows, T tokens, C labels."""
+"""Classify texts: one label, several labels or a number per row. The loss is summed over rows.
+
+Shapes: B rows, T tokens, C labels.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from ftcli.errors import InputError
-from ftcli.formats import as_text
-from ftcli.spans import Span, decode_spans
-from ftcli.tasks.label_columns import align_labels
-from ftcli.tasks.labels import (
-    CLASSIFICATION_METRICS,
-    LABELS,
-    PROBLEM_TYPE,
-    Labels,
-    classification_metrics,
-    classification_rows,
-    count_labels,
-    label_index,
-    survey_labels,
+from ftcli.data.chat.text_spans import decode_spans
+from ftcli.data.formats import as_text
+from ftcli.runtime.errors import InputError, RowError
+from ftcli.tasks.protocol import Batch, Row, Span
+from ftcli.tasks.shared.batches import attention_mask, pad
+from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
+from ftcli.tasks.shared.label_options import LabelOptions, option
+from ftcli.tasks.shared.problem_types import (
+    blank_target,
+    collate_targets,
+    is_real,
+    metric_names_of,
+    problem_of,
 )
-from ftcli.tasks.protocol import Batch, Row, RowError
-from ftcli.tasks.tokens import attention_mask, pad
 
 if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset
     from torch import Tensor, nn
 
-    from ftcli.mixing import Part
-    from ftcli.recipe import Recipe
+    from ftcli.config.recipe import Recipe
+    from ftcli.data.mixture import SourceRows
 
 
-class Options(BaseModel):
+class Options(LabelOptions):
     """Keys of task_options for text_classification."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    labels: Labels | None = Field(None, description=LABELS)
 
 
 class Task:
-    """One text, one label."""
+    """Text classification and regression."""
 
     item: Literal["token", "sample"] = "sample"
     columns: tuple[str, ...] = ("text", "label")
-    text_columns: tuple[str, ...] = ("text", "label")  # labels have their own rule for numbers
+    text_columns: tuple[str, ...] = ("text", "label")  # label_columns.py decides which labels are numbers
     auto_class = "AutoModelForSequenceClassification"
     peft_type: str | None = None
+    pipeline_tag = "text-classification"
+    adapter_task_type = "SEQ_CLS"
+    needs_tokenizer = True
+    starting_recipe: Mapping[str, Mapping[str, Any]] = {
+        "data": {"max_length": 256},
+        "optimizer": {"learning_rate": 5e-5},
+    }
     answer_columns: tuple[str, ...] = ("target",)
-    metric_names = CLASSIFICATION_METRICS
+    metric_names: tuple[str, ...] = CLASSIFICATION_METRICS
+    metric_names_of = staticmethod(metric_names_of)
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
-        from ftcli.models import load_tokenizer
+        from ftcli.models.tokenizer import load_tokenizer
 
         if recipe.data.truncation == "split":
-            told = "data.truncation: split makes no sense for text_classification: a piece of a text has no label"
-            raise InputError(told, hint="truncate or drop")
+            problem = (
+                "data.truncation: text_classification does not support split, because a part of a text has no label"
+            )
+            raise InputError(problem, hint="set it to truncate or drop")
         self.recipe, self.options = recipe, options
+        self.problem, self.problem_type = problem_of(options), option(options, "problem_type")
+        self.metric_names = self.problem.metric_names
+        if self.problem.terms is not None:  # other modules look for this attribute
+            self.terms = self.problem.terms
         self.tokenizer = load_tokenizer(recipe.model)
 
     def fingerprint(self) -> str:
@@ -67,16 +76,21 @@ class Task:
         return hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
     def survey(self, rows: Dataset) -> dict[str, Any]:
-        """Return {"labels": names of the classes} of one source."""
+        """Return {"labels": names of the classes} for the rows of one source with one label per row."""
         return {"labels": survey_labels(rows, self.options.labels)}
 
-    def survey_parts(self, parts: list[Part]) -> tuple[list[Part], dict[str, Any]]:
-        """Return the parts with their labels as names, and {"labels": names of the classes}."""
-        aligned, labels = align_labels(parts, self.options.labels)
-        return aligned, {"labels": labels}
+    def survey_parts(self, parts: list[SourceRows]) -> tuple[list[SourceRows], dict[str, Any]]:
+        """Return the rows with labels as class names, and {"labels": names of the classes}."""
+        return self.problem.survey(parts)
 
     def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
-        """Return {"input_ids", "target", "items"}, cut to data.max_length with its last special token kept."""
+        """Return one prepared row, {"input_ids", "target", "items"}, or none if it is too long and dropped.
+
+        A text that is truncated to data.max_length still ends with its special token.
+
+        Raises:
+            RowError: The row has no text, or the label is unknown.
+        """
         text = as_text(row["text"])
         if not isinstance(text, str) or not text.strip():
             raise RowError("has no text")
@@ -89,69 +103,68 @@ class Task:
         ids = self.tokenizer(text, truncation=True, max_length=length)["input_ids"]
         return [{"input_ids": ids, "target": target, "items": 1, "cut": True}]
 
-    def _target(self, row: Row, facts: dict[str, Any]) -> int:
-        return label_index(row["label"], facts["labels"], listed=self.options.labels is not None)
+    def _target(self, row: Row, facts: dict[str, Any]) -> Any:
+        """Return the index of a row's label, for each class whether the row has it, or a number."""
+        return self.problem.target(row, facts)
 
     def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
-        """Return the text's spans, and its label."""
-        return decode_spans(self.tokenizer, row["input_ids"]), {"label": facts["labels"][row["target"]]}
+        """Return the spans of the text, and its label."""
+        return decode_spans(self.tokenizer, row["input_ids"]), {"label": self.problem.describe(row["target"], facts)}
 
     def count_answers(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, int]:
-        """Return how many rows have each label."""
-        return count_labels(rows, facts["labels"])
+        """Return the number of prepared rows of each label."""
+        return self.problem.count_answers(rows, facts)
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
-        """Return the model with a head of C labels."""
-        from ftcli.models import load_model
+        """Return the model with a head of C labels, and the names of its new modules."""
+        from ftcli.models.load import load_model
 
-        head = {"new_head": True, "labels": facts["labels"], "problem_type": PROBLEM_TYPE}
+        self.problem.take_facts(facts)
+        self.metric_names = self.problem.metric_names
+        head = {"new_head": True, "labels": facts["labels"], "problem_type": self.problem_type}
         return load_model(self.auto_class, self.recipe, **head, **kwargs)
 
     def finish_model(self, model: nn.Module) -> None:
-        """Tell a decoder which token is padding: it classifies at the last token that is not."""
+        """Set the padding token in the configuration, because a decoder classifies at the last token before padding."""
         model.config.pad_token_id = self.tokenizer.pad_token_id  # type: ignore[union-attr]
 
     def blank(self, row: Row) -> Row:
-        """Return the row with a target that is ignored."""
-        return row | {"target": -100, "items": 0}
+        """Return the row as padding, with a target that the loss ignores."""
+        return row | {"target": blank_target(row["target"]), "items": 0}
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return input_ids, attention_mask `[B, T]` and targets `[B]`."""
-        import torch
-
+        """Return `input_ids` and `attention_mask` `[B, T]` and `targets` `[B]`, int64, on the host."""
         ids = [list(row["input_ids"]) for row in rows]
         return {
             "input_ids": pad(ids, self.tokenizer.pad_token_id),
             "attention_mask": attention_mask([len(row) for row in ids]),
-            "targets": torch.tensor([int(row["target"]) for row in rows]),
+            "targets": collate_targets(rows),
         }
 
     def count(self, batch: Batch) -> int:
-        """Return the rows that are not padding."""
-        return int((batch["targets"] != -100).sum())
+        """Return the number of rows that are not padding."""
+        return int(is_real(batch["targets"]).sum())
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the cross-entropy `[B]`."""
-        from ftcli.losses import cross_entropy_rows
-
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """Return the loss of each row `[B]` float32, 0 for padding; or both terms of a smoothed one."""
         inputs = {name: value for name, value in batch.items() if name != "targets"}
-        return cross_entropy_rows(model(**inputs).logits, batch["targets"])
+        return self.problem.loss(model(**inputs).logits, batch["targets"])
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return loss, items, target and prediction of every row `[B]`."""
+        """Return loss and items `[B]`, and target and prediction, `[B]` or `[B, C]`."""
         inputs = {name: value for name, value in batch.items() if name != "targets"}
-        return classification_rows(model(**inputs).logits, batch["targets"])
+        return self.problem.eval_rows(model(**inputs).logits, batch["targets"])
 
     def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return loss, accuracy and macro-F1."""
-        return classification_metrics(rows)
+        """Return the metrics of the problem's kind, such as accuracy, F1 or squared error."""
+        return self.problem.metrics(rows)
 
     def save_processor(self, folder: str) -> None:
         """Write the tokenizer."""
-        from ftcli.tokenizer_files import save_tokenizer
+        from ftcli.data.tokenizer_files import save_tokenizer
 
         save_tokenizer(self.tokenizer, folder)
 
     def probe(self, batch: Batch) -> Batch:
-        """Return what the plain model takes to give logits."""
+        """Return the arguments with which the plain model computes logits."""
         return {name: value for name, value in batch.items() if name != "targets"}

@@ -1,4 +1,4 @@
-"""What every task must keep: the checks of ftcli/task_contract.py, for each task that ships and for copies of them."""
+"""The checks of ftcli/task_contract.py, for each shipped task and for copies of the shipped tasks."""
 
 from __future__ import annotations
 
@@ -9,36 +9,45 @@ from pathlib import Path
 
 import pytest
 
-from ftcli import tasks
-from ftcli.errors import InputError
-from ftcli.recipe import Recipe
-from ftcli.testing import CHECKS, TaskCase, check_task
+from ftcli.config import task_registry
+from ftcli.config.recipe import Recipe
+from ftcli.runtime.errors import InputError
+from ftcli.task_contract import CHECKS, TaskCase, check_task
+from ftcli.tasks import build
 
-from ..multiprocess.cells import cell, write_inputs
+from ..support.cells import cell
+from ..support.runner import MakeInputs
 
-NAMES = {"sft": "sft-tied", "pretrain": "pretrain", "text_classification": "text", "image_classification": "vit"}
+NAMES = {
+    "sft": "sft-tied",
+    "pretrain": "pretrain",
+    "text_classification": "text",
+    "image_classification": "vit",
+    "preference": "preference",
+    "reward": "reward",
+    "unpaired_preference": "unpaired",
+}
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    return folder
+def inputs(make_inputs: MakeInputs) -> Path:
+    """Return a folder of this module's own, because its tests write into it."""
+    return make_inputs()
 
 
-def test_every_task_that_ships_is_held_to_this_contract() -> None:
-    assert set(NAMES) == set(tasks.list_tasks())
+def test_contract_covers_every_shipped_task() -> None:
+    assert set(NAMES) == set(task_registry.list_tasks())
 
 
-def test_a_task_imports_torch_only_inside_functions() -> None:
-    for name in tasks.list_tasks():
-        tree = ast.parse((Path(tasks.__file__).parent / f"{name}.py").read_text())
+def test_task_module_imports_torch_only_inside_functions() -> None:
+    for name in task_registry.list_tasks():
+        tree = ast.parse((Path(build.__file__).parent / f"{name}.py").read_text())
         top = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not any(word in line for line in top for word in ("torch", "transformers", "datasets", "peft"))
 
 
 def test_task_files_import_by_absolute_names_so_that_a_copy_works() -> None:
-    for path in Path(tasks.__file__).parent.glob("*.py"):
+    for path in Path(build.__file__).parent.glob("*.py"):
         relative = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         assert path.name == "__init__.py" or not [node.module for node in relative if node.level]
 
@@ -54,10 +63,10 @@ def test_contract(case: TaskCase, check: Callable[[TaskCase], None]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_a_copy_of_a_shipped_task_is_a_task_of_ones_own(name: str, inputs: Path, tmp_path: Path) -> None:
-    shutil.copy(Path(tasks.__file__).parent / f"{name}.py", tmp_path / f"copied_{name}.py")
+def test_copy_of_a_shipped_task_passes_the_contract(name: str, inputs: Path, tmp_path: Path) -> None:
+    shutil.copy(Path(build.__file__).parent / f"{name}.py", tmp_path / f"copied_{name}.py")
     recipe = cell(inputs, NAMES[name], task=str(tmp_path / f"copied_{name}.py"))
-    assert type(tasks.build_task(recipe)).__module__ == f"ftcli_user_task_copied_{name}"
+    assert type(build.build_task(recipe)).__module__ == f"ftcli_user_task_copied_{name}"
 
 
 def own_task(file: Path, inputs: Path, body: str, *, base: str = "sft", data: str = "chats.jsonl") -> Recipe:
@@ -74,12 +83,12 @@ def test_check_task_names_every_check_that_a_task_fails(inputs: Path, tmp_path: 
     body = "    def loss(self, model, batch):\n        return super().loss(model, batch).mean()\n"
     with pytest.raises(AssertionError) as failed:
         check_task(own_task(tmp_path / "own.py", inputs, body, base="text_classification", data="texts.jsonl"))
-    told = [line.partition(":")[0] for line in str(failed.value).splitlines()]
-    assert told == ["loss_is_additive", "padding_has_no_effect", "evaluation_adds_up_to_the_loss"]
+    lines = [line.partition(":")[0] for line in str(failed.value).splitlines()]
+    assert lines == ["loss_is_additive", "padding_has_no_effect", "evaluation_adds_up_to_the_loss"]
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("    encode_rows = sft.Task.encode_rows\n", "`encode_rows` from ftcli.tasks.sft.Task.encode_rows"),
         (
@@ -88,25 +97,40 @@ def test_check_task_names_every_check_that_a_task_fails(inputs: Path, tmp_path: 
         ),
     ],
 )
-def test_an_encode_that_encode_rows_hides_is_reported(body: str, told: str, inputs: Path, tmp_path: Path) -> None:
+def test_check_task_with_encode_hidden_by_encode_rows_reports_it(
+    body: str, message: str, inputs: Path, tmp_path: Path
+) -> None:
     body += "\n    def encode(self, row, facts):\n        return [{'input_ids': [1, 2], 'trained': [True, True]}]\n"
-    with pytest.raises(InputError, match="make different rows of the first row") as error:
+    with pytest.raises(InputError, match="return different documents for the first row") as error:
         TaskCase(own_task(tmp_path / "differing.py", inputs, body))
-    assert told in str(error.value)
+    assert message in str(error.value)
     agreeing = body.replace("return [{'input_ids': [1, 2], 'trained': [True, True]}]", "raise NotImplementedError")
     TaskCase(own_task(tmp_path / "agreeing.py", inputs, agreeing))
 
 
-def test_formats_that_hide_an_encode_are_reported(inputs: Path, tmp_path: Path) -> None:
+def test_check_task_with_too_few_rows_is_refused(inputs: Path, tmp_path: Path) -> None:
+    (inputs / "few.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)  # 5 of them are evaluation rows
+    with pytest.raises(InputError, match="the contract needs 5 training rows, and the recipe has 4"):
+        TaskCase(own_task(tmp_path / "few.py", inputs, "    pass\n", data="few.jsonl"))
+
+
+def test_check_task_with_encode_that_returns_one_row_reports_it(inputs: Path, tmp_path: Path) -> None:
+    body = "    def encode(self, row, facts):\n        return {'input_ids': [1, 2], 'trained': [True, True]}\n"
+    message = r"`encode` of ftcli_user_task_one_row\.Task returned a dict, not a list\n.*return a list of prepared rows"
+    with pytest.raises(InputError, match=message):
+        TaskCase(own_task(tmp_path / "one_row.py", inputs, body))
+
+
+def test_check_task_with_inherited_formats_and_own_encode_reports_it(inputs: Path, tmp_path: Path) -> None:
     (inputs / "own.jsonl").write_text('{"question": "a b", "reply": "c"}\n' * 20)
     body = (
         "    def encode(self, row, facts):\n"
         "        return super().encode({'prompt': row['question'], 'completion': row['reply']}, facts)\n"
     )
-    told = "overrides `encode`, but inherits `formats` from ftcli.tasks.sft"
-    with pytest.raises(InputError, match=told) as error:
+    message = "overrides `encode`, but inherits `formats` from ftcli.tasks.sft"
+    with pytest.raises(InputError, match=message) as error:
         TaskCase(own_task(tmp_path / "inherits.py", inputs, body, data="own.jsonl"))
     assert "set `formats = ()`" in str(error.value)
     body = "    columns = ('question', 'reply')\n    formats = ()\n" + body
-    case = TaskCase(own_task(tmp_path / "mended.py", inputs, body, data="own.jsonl"))
+    case = TaskCase(own_task(tmp_path / "fixed.py", inputs, body, data="own.jsonl"))
     assert case.loss(0) > 0

@@ -1,4 +1,4 @@
-"""Adapters from the first step to another program: what is trained, gone on from, watched and written. Tiny models."""
+"""Adapters from training to loading in peft: trained weights, resuming, gradient checks and exports. Tiny models."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ftcli import disable_adapter
-from ftcli.adapters import adapter_problems
-from ftcli.artifacts import PROBE, load_plain, save_final
-from ftcli.checkpoint import save
-from ftcli.errors import InputError, RunError
-from ftcli.exports import export
-from ftcli.gradient_watch import NEW_ROWS, _is_rare, first_moments
+from ftcli.checkpoint.export import export
+from ftcli.checkpoint.final import PROBE, load_plain
+from ftcli.config.load import dump_recipe
+from ftcli.config.recipe import Recipe
+from ftcli.config.recipe_inputs import Adapter
 from ftcli.loop import steps
-from ftcli.recipe import Adapter, Recipe
-from ftcli.recipe_file import dump_recipe
-from ftcli.run import Run, prepare
+from ftcli.models.adapters import adapter_problems, disable_adapter
+from ftcli.runtime.errors import InputError, RunError
+from ftcli.training.checkpointing import save_checkpoint
+from ftcli.training.final_weights import save_final
+from ftcli.training.gradient_watch import NEW_ROWS, _is_rare, first_moments
+from ftcli.training.run import Run
+from ftcli.training.setup import prepare
 
-from ..multiprocess.cells import cell, write_inputs
+from ..support.cells import cell
 
 LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
 NEW = ["<think>", "</think>"]
@@ -45,15 +47,6 @@ class Task(Sft):
 """
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    rows = (folder / "chats.jsonl").read_text()
-    (folder / "thoughts.jsonl").write_text(rows.replace('"completion": "', '"completion": "<think>beta</think> '))
-    return folder
-
-
 def recipe(folder: Path, model: str = "untied", *, new_tokens: tuple[str, ...] = (), **changes: Any) -> Recipe:
     section = {"name": str(folder / model), "dropout": 0.0, "new_tokens": list(new_tokens)}
     data = {"train": {"path": str(folder / "thoughts.jsonl")}, "max_length": 128}
@@ -71,22 +64,22 @@ def trained(what: Recipe, output: Path) -> Run:
     return run
 
 
-def test_groups_carry_their_factor_through_the_schedule(inputs: Path) -> None:
+def test_parameter_groups_have_their_learning_rate_factor_at_every_step(inputs: Path) -> None:
     adapter = LORA | {"loraplus_lr_ratio": 4.0, "target_modules": ["embed_tokens", "q_proj"]}
     run = prepare(recipe(inputs, adapter=adapter), cpu=True)
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
     for step in steps(run):
-        found = {"lora_A": 0, "lora_B": 0, "lora_embedding_A": 0, "lora_embedding_B": 0}
+        counts = {"lora_A": 0, "lora_B": 0, "lora_embedding_A": 0, "lora_embedding_B": 0}
         for group in run.optimizer.param_groups:
             for kind in {
                 match[0] for p in group["params"] if (match := re.search(r"lora_(embedding_)?[AB]", names[id(p)]))
             }:
-                found[kind] += 1
+                counts[kind] += 1
                 assert group["lr"] == pytest.approx(step.learning_rate * (4 if kind.endswith("_B") else 1))
-        assert all(found.values())
+        assert all(counts.values())
 
 
-def test_the_scale_is_lora_alpha_over_r_or_over_its_root(inputs: Path) -> None:
+def test_lora_scale_is_alpha_over_r_or_over_its_root(inputs: Path) -> None:
     for rooted, scale in ((False, 2.0), (True, 6 / 3**0.5)):
         model: Any = prepare(recipe(inputs, adapter=LORA | {"use_rslora": rooted}), cpu=True).model
         scales = {module.scaling["default"] for module in model.modules() if hasattr(module, "lora_A")}
@@ -104,24 +97,22 @@ FAST = "new tokens and DoRA, tied"
 
 
 @pytest.mark.parametrize("kind", [k if k == FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
-def test_what_was_trained_is_written_and_gives_the_same_logits_elsewhere(
-    kind: str, inputs: Path, tmp_path: Path
-) -> None:
+def test_save_final_of_an_adapter_gives_the_same_logits_in_peft(kind: str, inputs: Path, tmp_path: Path) -> None:
     run = trained(recipe(inputs, **KINDS[kind]), tmp_path / "run")
     probe = load_file(tmp_path / "run" / PROBE)
-    wanted = probe.pop("logits")
+    expected = probe.pop("logits")
     exported = export(tmp_path / "run", tmp_path / "merged", merge="adapter" in KINDS[kind])
     for folder in (tmp_path / "run" / "final", exported):
         with torch.no_grad():
-            found = load_plain("AutoModelForCausalLM", folder)(**probe).logits
+            loaded_logits = load_plain("AutoModelForCausalLM", folder)(**probe).logits
         real = probe["attention_mask"].bool()
-        torch.testing.assert_close(found[real], wanted[real], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(loaded_logits[real], expected[real], rtol=1e-4, atol=1e-4)
     if "adapter" in KINDS[kind]:
         stored = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
         assert len(stored) == len(run.hardware.trained_shapes(run.model))
 
 
-def test_a_run_goes_on_from_the_adapter_of_another(inputs: Path, tmp_path: Path) -> None:
+def test_train_with_adapter_path_starts_from_the_adapter_of_another_run(inputs: Path, tmp_path: Path) -> None:
     first = trained(recipe(inputs, **KINDS[FAST]), tmp_path / "run")
     again = KINDS[FAST]["adapter"] | {"path": str(tmp_path / "run" / "final")}
     second = prepare(recipe(inputs, **(KINDS[FAST] | {"adapter": again})), cpu=True)
@@ -141,7 +132,7 @@ def save_adapter(folder: Path, inputs: Path) -> Path:
     return folder
 
 
-def test_an_adapter_to_go_on_from_must_be_the_recipes(inputs: Path, tmp_path: Path) -> None:
+def test_prepare_with_adapter_path_of_other_settings_is_refused(inputs: Path, tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "adapter", inputs)
     mine = {"type": "lora", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "path": str(folder)}
     stored = load_file(folder / "adapter_model.safetensors")
@@ -154,7 +145,7 @@ def test_an_adapter_to_go_on_from_must_be_the_recipes(inputs: Path, tmp_path: Pa
         "adapter.r is 4",
         "adapter.use_dora is True",
     ]
-    with pytest.raises(InputError, match=r"holds another adapter: .*k_proj.lora_A.weight is not there"):
+    with pytest.raises(InputError, match=r"has another adapter: .*k_proj.lora_A.weight is missing"):
         prepare(recipe(inputs, adapter=mine | {"target_modules": ["q_proj", "k_proj"]}), cpu=True)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}}))
@@ -166,7 +157,7 @@ def test_an_adapter_to_go_on_from_must_be_the_recipes(inputs: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("key", ["modules_to_save", "exclude_modules"])
-def test_a_module_name_that_matches_nothing_is_told(key: str, inputs: Path) -> None:
+def test_prepare_with_target_modules_without_a_match_names_them(key: str, inputs: Path) -> None:
     with pytest.raises(InputError, match=f"adapter.{key}: no module's name ends with head"):
         prepare(recipe(inputs, adapter=LORA | {key: ["head"]}), cpu=True)
 
@@ -178,7 +169,7 @@ def watched(inputs: Path, folder: Path, change: str, sparse: str = "", steps_: i
     return [step.loss for step in steps(prepare(what, cpu=True))]
 
 
-def test_a_tensor_that_never_has_a_gradient_stops_the_run_by_its_name(inputs: Path, tmp_path: Path) -> None:
+def test_check_gradients_of_an_unused_tensor_stops_the_run_and_names_it(inputs: Path, tmp_path: Path) -> None:
     unused = "model.extra = torch.nn.Linear(2, 2)"
     with pytest.raises(RunError, match=r"2 of 25 trained tensors had no gradient in 3 steps: extra.weight, extra.bias"):
         watched(inputs, tmp_path, unused)
@@ -188,7 +179,7 @@ def test_a_tensor_that_never_has_a_gradient_stops_the_run_by_its_name(inputs: Pa
     assert len(watched(inputs, tmp_path, "")) == 3  # experts are left out
 
 
-def test_check_gradients_asked_to_warn_names_the_tensors_and_goes_on(
+def test_check_gradients_with_policy_warn_names_tensors_and_continues(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = tmp_path / "task.py"
@@ -199,11 +190,11 @@ def test_check_gradients_asked_to_warn_names_the_tensors_and_goes_on(
 
 
 def test_check_gradients_allows_new_tokens_that_no_row_uses(inputs: Path) -> None:
-    found = prepare(recipe(inputs, adapter=LORA, new_tokens=("<rare>",), train={"max_steps": 3}), cpu=True)
-    assert len(list(steps(found))) == 3
-    moved = {name: bool(moment) for (name, _), moment in first_moments(found).items() if NEW_ROWS in name}
+    run = prepare(recipe(inputs, adapter=LORA, new_tokens=("<rare>",), train={"max_steps": 3}), cpu=True)
+    assert len(list(steps(run))) == 3
+    moved = {name: bool(moment) for (name, _), moment in first_moments(run).items() if NEW_ROWS in name}
     assert sorted(moved.values()) == [False, True]  # the head's row always has a gradient
-    assert [_is_rare(found.model, name) for name in moved] == [not value for value in moved.values()]
+    assert [_is_rare(run.model, name) for name in moved] == [not value for value in moved.values()]
 
 
 LOST = (
@@ -220,7 +211,7 @@ def test_check_gradients_after_a_resume_finds_tensors_that_lost_their_gradient(
     run = prepare(what, cpu=True, output=tmp_path / "run")
     for step in steps(run):
         if step.number == 22:
-            saved = save(run, step.number)
+            saved = save_checkpoint(run, step.number)
             break
     assert len(list(steps(prepare(what, cpu=True, resume=saved)))) == 23
     monkeypatch.setenv("CUT", "1")
@@ -236,7 +227,7 @@ def test_steps_refuses_trained_tensors_that_were_frozen_meanwhile(inputs: Path) 
         for _ in steps(run):
             run.model.get_parameter(first).requires_grad_(False)
     assert run.hardware.trained_shapes(run.model) == shapes
-    assert len(list(run.hardware.pieces(run.model, run.optimizer))) == len(shapes)
+    assert len(list(run.hardware.state_shards(run.model, run.optimizer))) == len(shapes)
     assert [name for name, _ in run.hardware.parameters(run.model, trained_only=True)] == list(shapes)
 
 
@@ -253,15 +244,15 @@ def test_disable_adapter_gives_the_base_model_and_restores_the_adapter(inputs: P
     with disable_adapter(run.model):
         with disable_adapter(run.model):
             assert torch.equal(run.task.loss(run.model, batch), base)
-        found = run.task.loss(run.model, batch)
-    assert torch.equal(found, base) and not found.requires_grad
+        actual = run.task.loss(run.model, batch)
+    assert torch.equal(actual, base) and not actual.requires_grad
     assert torch.equal(run.task.loss(run.model, batch), trained) and not torch.equal(trained, base)
     assert {name: parameter.requires_grad for name, parameter in run.model.named_parameters()} == before
     with pytest.raises(InputError, match="the model has no adapter"), disable_adapter(torch.nn.Linear(1, 1)):
         pass
 
 
-def test_what_is_cut_off_from_the_loss_is_found_and_lora_is_not(inputs: Path, tmp_path: Path) -> None:
+def test_check_gradients_names_tensors_cut_off_from_the_loss_and_no_lora_weights(inputs: Path, tmp_path: Path) -> None:
     cut = "model.model.norm.register_forward_pre_hook(lambda module, args: (args[0].detach(),))"
     with pytest.raises(RunError, match=r"19 of 23 .*model.embed_tokens.weight, .* and 11 more"):
         watched(inputs, tmp_path, cut)
@@ -271,16 +262,16 @@ def test_what_is_cut_off_from_the_loss_is_found_and_lora_is_not(inputs: Path, tm
         )
 
 
-def test_new_rows_start_as_the_mean_and_known_tokens_are_refused(inputs: Path) -> None:
+def test_new_tokens_start_as_the_mean_and_known_tokens_are_refused(inputs: Path) -> None:
     model: Any = prepare(recipe(inputs, new_tokens=tuple(NEW)), cpu=True).model
     for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
         assert weight.shape[0] == 260
         torch.testing.assert_close(weight[258:], weight[:258].mean(dim=0).expand(2, -1))
-    with pytest.raises(InputError, match=r"model.new_tokens: <\|im_end\|> is a token already"):
+    with pytest.raises(InputError, match=r"model.new_tokens: the tokenizer already has <\|im_end\|>"):
         prepare(recipe(inputs, new_tokens=("<|im_end|>",)), cpu=True)
 
 
-def test_with_an_adapter_only_the_new_rows_move(inputs: Path, tmp_path: Path) -> None:
+def test_new_tokens_with_an_adapter_train_only_the_new_rows(inputs: Path, tmp_path: Path) -> None:
     run = trained(recipe(inputs, adapter=LORA, new_tokens=tuple(NEW)), tmp_path / "run")
     stored = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
     rows = {name: tuple(value.shape) for name, value in stored.items() if "lora_" not in name}
@@ -288,12 +279,12 @@ def test_with_an_adapter_only_the_new_rows_move(inputs: Path, tmp_path: Path) ->
     assert not any(p.requires_grad for n, p in run.model.named_parameters() if "base_layer" in n)
 
 
-def test_a_damaged_adapter_is_told(inputs: Path, tmp_path: Path) -> None:
+def test_prepare_with_a_damaged_adapter_is_refused(inputs: Path, tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "adapter", inputs)
     mine = {"type": "lora", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "path": str(folder)}
     values = load_file(folder / "adapter_model.safetensors")
     save_file(dict(list(values.items())[1:]), folder / "adapter_model.safetensors")
-    with pytest.raises(InputError, match="is not there"):
+    with pytest.raises(InputError, match="is missing"):
         prepare(recipe(inputs, adapter=mine), cpu=True)
     (folder / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(InputError, match="cannot be read"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.assets import fetch_asset
+from ftcli.data.assets.catalogue import fetch_asset
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -41,7 +41,7 @@ def offline(code: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_smollm2_answers_a_question_offline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_with_smollm2_offline_answers_a_question(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fetch_into(cache, "smollm2-135m-instruct", monkeypatch)
     for path in folder.glob("*.json"):
         assert str(cache) not in path.read_text(encoding="utf-8")  # it says nothing of where it was made
@@ -58,7 +58,7 @@ def test_smollm2_answers_a_question_offline(cache: Path, monkeypatch: pytest.Mon
     assert "The capital of France is Paris.<|im_end|>" in offline(code, folder)
 
 
-def test_minilm_knows_which_sentences_are_alike(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minilm_embeddings_of_similar_sentences_are_close(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fetch_into(cache, "minilm-l6-v2", monkeypatch)
     code = (
         "import sys, torch; from transformers import AutoModel, AutoTokenizer\n"
@@ -75,7 +75,7 @@ def test_minilm_knows_which_sentences_are_alike(cache: Path, monkeypatch: pytest
     assert unlike == pytest.approx(-0.01, abs=0.01)
 
 
-def test_mobilenet_recognises_a_palace_without_torchvision(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mobilenet_classifies_an_image_without_torchvision(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fetch_into(cache, "mobilenet-v2", monkeypatch)
     code = (
         "import sys; from PIL import Image; from sklearn.datasets import load_sample_image\n"

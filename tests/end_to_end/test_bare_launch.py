@@ -16,19 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
-from ftcli.run_folder import RunFolder
+from ftcli.runtime.run_folder import RunFolder
 
-from ..multiprocess.cells import write_inputs
+from ..support.recipes import recipe_values
+from ..support.runner import MakeInputs
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE: dict[str, Any] = {
-    "task": "sft",
-    "model": {"name": "tied", "dropout": 0.0},
-    "data": {"train": "chats.jsonl", "eval_rows": 5, "max_length": 128},
-    "batch": {"global_size": 6, "micro_size": 3},
-    "train": {"max_steps": 3},
-    "optimizer": {"learning_rate": 5e-3},
-}
+RECIPE = recipe_values(train={"max_steps": 3})
 MARKS = ("FTCLI_LAUNCHED", "FTCLI_PROFILE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 FAILING_TASK = """
 import os
@@ -48,20 +42,17 @@ class Task(sft.Task):
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    (folder / "failing.yaml").write_text(yaml.safe_dump(RECIPE | {"task": "./failing_task.py"}))
-    (folder / "failing_task.py").write_text(FAILING_TASK)
-    return folder
+def inputs(make_inputs: MakeInputs) -> Path:
+    return make_inputs(
+        {"recipe.yaml": RECIPE, "failing.yaml": RECIPE | {"task": "./failing_task.py"}, "failing_task.py": FAILING_TASK}
+    )
 
 
 def start(inputs: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in MARKS}
+    inherited = {name: value for name, value in os.environ.items() if name not in MARKS}
     added = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", *map(str, command)]
-    return subprocess.run(line, cwd=inputs, env=kept | added, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=inputs, env=inherited | added, capture_output=True, text=True, timeout=120)
 
 
 def bare(*arguments: object) -> tuple[object, ...]:
@@ -73,7 +64,8 @@ def bare(*arguments: object) -> tuple[object, ...]:
     return ("accelerate.commands.launch", "--main_process_port", 0, *options, *arguments)
 
 
-def test_the_bare_line_our_launcher_and_no_launcher_give_the_same_losses(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_train_by_accelerate_by_our_launcher_and_without_gives_the_same_losses(inputs: Path, tmp_path: Path) -> None:
     launched = ("ftcli", "train", "recipe.yaml", "--profile", "ddp", "--cpu", "--num-processes", 2)
     lines = {
         "bare": bare("train", "recipe.yaml"),
@@ -89,12 +81,12 @@ def test_the_bare_line_our_launcher_and_no_launcher_give_the_same_losses(inputs:
         assert folder.status()["state"] == "done" and folder.final.is_dir()
         rows[name] = folder.metrics()
     for name in ("bare", "ours"):
-        for found, wanted in zip(rows[name], rows["none"], strict=True):
-            assert found.keys() == wanted.keys()
-            for key in wanted.keys() & {"step", "items", "samples", "learning_rate"}:
-                assert found[key] == wanted[key]
-            for key in wanted.keys() & {"loss", "grad_norm", "eval/loss", "eval/perplexity"}:
-                assert found[key] == pytest.approx(wanted[key], rel=1e-5), (name, key)
+        for actual, expected in zip(rows[name], rows["none"], strict=True):
+            assert actual.keys() == expected.keys()
+            for key in expected.keys() & {"step", "items", "samples", "learning_rate"}:
+                assert actual[key] == expected[key]
+            for key in expected.keys() & {"loss", "grad_norm", "eval/loss", "eval/perplexity"}:
+                assert actual[key] == pytest.approx(expected[key], rel=1e-5), (name, key)
     assert "source: environment" in (tmp_path / "bare" / "profile.yaml").read_text()
     profile = yaml.safe_load((tmp_path / "bare" / "profile.yaml").read_text())
     assert (profile["distributed_type"], profile["num_processes"]) == ("MULTI_GPU", 2)
@@ -104,7 +96,8 @@ def test_the_bare_line_our_launcher_and_no_launcher_give_the_same_losses(inputs:
     assert [environments[name]["launched"] for name in lines] == ["directly", "ftcli", "directly"]
 
 
-def test_an_exception_on_one_rank_ends_all_and_is_the_last_thing_said(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_train_exception_on_one_rank_ends_all_and_is_printed_last(inputs: Path, tmp_path: Path) -> None:
     line = ("ftcli", "train", "failing.yaml", "--profile", "ddp", "--cpu", "--num-processes", 2)
     began = time.monotonic()
     result = start(inputs, *line, "--output", tmp_path / "run")
@@ -121,7 +114,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_the_last_thing_said(inputs: Pa
 
 
 @pytest.mark.slow
-def test_an_exception_under_the_bare_line_ends_all_ranks_too(inputs: Path, tmp_path: Path) -> None:
+def test_bare_launch_exception_on_one_rank_ends_all(inputs: Path, tmp_path: Path) -> None:
     result = start(inputs, *bare("train", "failing.yaml", "--output", tmp_path / "run"))
     assert result.returncode == 1
     assert "a fault of rank 1 at step 2" in result.stderr

@@ -2,71 +2,54 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from ftcli.__main__ import main
-from ftcli.checkpoint_folder import checkpoint_path, read_state
+from ftcli.checkpoint.folder import read_state
+from ftcli.runtime.checkpoint_names import checkpoint_path
 
-from ..multiprocess.cells import write_inputs
+from ..support.recipes import recipe_values
+from ..support.runner import MakeInputs, RunCli
 
-ASKED = [f"{word} and more" for word in ("alpha", "beta", "gamma", "delta")]
-RECIPE: dict[str, Any] = {
-    "task": "sft",
-    "model": {"name": "untied", "dropout": 0.0},
-    "data": {"train": "chats.jsonl", "max_length": 128},
-    "batch": {"global_size": 6, "micro_size": 3},
-    "train": {"max_steps": 4},
-    "optimizer": {"learning_rate": 5e-2},
-    "evaluate": {"every_steps": 2, "generate": {"prompts": ASKED, "max_new_tokens": 8}},
-    "checkpoint": {"every_steps": 2},
-    "log": {"trackers": ["tensorboard"]},
-}
-Ftcli = Callable[..., tuple[int, str, str]]
+PROMPTS = [f"{word} and more" for word in ("alpha", "beta", "gamma", "delta")]
+RECIPE = recipe_values(
+    model={"name": "untied", "dropout": 0.0},
+    data={"train": "chats.jsonl", "max_length": 128},
+    optimizer={"learning_rate": 5e-2},
+    evaluate={"every_steps": 2, "generate": {"prompts": PROMPTS, "max_new_tokens": 8}},
+    checkpoint={"every_steps": 2},
+    log={"trackers": ["tensorboard"]},
+)
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    (folder / "r.yaml").write_text(yaml.safe_dump(RECIPE))
-    return folder
+def inputs(make_inputs: MakeInputs) -> Path:
+    return make_inputs({"r.yaml": RECIPE})
 
 
 @pytest.fixture
-def ftcli(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ftcli:
+def ftcli(inputs: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli) -> RunCli:
+    """Return `run_cli` in the folder of inputs."""
     monkeypatch.chdir(inputs)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-    def call(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
+    return run_cli
 
 
 def rows(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_run_leaves_its_answers_and_the_same_come_from_its_weights_and_checkpoints(
-    ftcli: Ftcli, inputs: Path
-) -> None:
+def test_generate_from_weights_and_checkpoints_gives_the_answers_of_the_run(ftcli: RunCli, inputs: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     code, _, err = ftcli("train", "r.yaml", "--output", "run")
     assert code == 0, err
     samples = rows((inputs / "run" / "samples.jsonl").read_text())
-    assert [(row["step"], row["prompt"]) for row in samples] == [(step, text) for step in (2, 4) for text in ASKED]
+    assert [(row["step"], row["prompt"]) for row in samples] == [(step, text) for step in (2, 4) for text in PROMPTS]
     assert samples[0]["answer"] != samples[4]["answer"]
     assert f'step 4: "alpha and more" -> {json.dumps(samples[4]["answer"])}' in err
     assert "step 4: 1 more in run/samples.jsonl" in err
@@ -75,21 +58,21 @@ def test_a_run_leaves_its_answers_and_the_same_come_from_its_weights_and_checkpo
     assert evaluations[1]["eval/answer_tokens"] == sum(row["tokens"] for row in samples[4:]) / 4
     tags = []
     for events in (inputs / "run").rglob("events.out.tfevents.*"):
-        found = EventAccumulator(str(events))
-        found.Reload()
-        tags += found.Tags()["tensors"]
+        events_reader = EventAccumulator(str(events))
+        events_reader.Reload()
+        tags += events_reader.Tags()["tensors"]
     assert "samples/0/text_summary" in tags
 
-    (inputs / "asked.txt").write_text("\n".join(ASKED))
-    asked = ("--file", "asked.txt", "--max-new-tokens", 8, "--json")
+    (inputs / "prompts.txt").write_text("\n".join(PROMPTS))
+    arguments = ("--file", "prompts.txt", "--max-new-tokens", 8, "--json")
     for target, step in (("run", 4), (checkpoint_path(Path("run"), 4), 4), (checkpoint_path(Path("run"), 2), 2)):
-        code, out, err = ftcli("generate", target, *asked, "--batch-size", 3)
+        code, out, err = ftcli("generate", target, *arguments, "--batch-size", 3)
         assert code == 0, err
         assert rows(out) == [{k: v for k, v in row.items() if k != "step"} for row in samples if row["step"] == step]
         assert f"ftcli: loading {target}" in err
     (inputs / "run" / "final").rename(inputs / "final")
-    code, out, err = ftcli("generate", "run", *asked)
-    assert code == 0 and "has no final weights yet; run/checkpoints/step-000004 answers" in err
+    code, out, err = ftcli("generate", "run", *arguments)
+    assert code == 0 and "has no final weights yet; using run/checkpoints/step-000004" in err
     assert [row["answer"] for row in rows(out)] == [row["answer"] for row in samples[4:]]
     (inputs / "final").rename(inputs / "run" / "final")
 
@@ -99,7 +82,7 @@ def test_a_run_leaves_its_answers_and_the_same_come_from_its_weights_and_checkpo
     assert [row["step"] for row in rows((inputs / "run" / "samples.abandoned.jsonl").read_text())] == [4] * 4
 
 
-def test_a_run_that_is_stopped_before_it_could_ask_asks_once_when_it_goes_on(ftcli: Ftcli, inputs: Path) -> None:
+def test_train_stopped_before_sampling_samples_once_after_the_resume(ftcli: RunCli, inputs: Path) -> None:
     best = 'checkpoint.keep_best={"metric": "answer_tokens", "direction": "min"}'
     short = [w for key in ("evaluate.every_steps=1", "train.max_steps=3", best) for w in ("--set", key)]
     assert ftcli("train", "r.yaml", "--output", "whole", *short)[0] == 0
@@ -122,7 +105,7 @@ def test_a_run_that_is_stopped_before_it_could_ask_asks_once_when_it_goes_on(ftc
     assert set(state["metrics"]) == {"answer_tokens", "answers_ended"}
 
 
-def test_a_checkpoint_of_an_adapter_answers_as_its_run(ftcli: Ftcli) -> None:
+def test_generate_from_an_adapter_checkpoint_gives_the_answers_of_the_run(ftcli: RunCli) -> None:
     lora = [f"adapter.{key}" for key in ("type=lora", "r=3")]
     code, _, err = ftcli("train", "r.yaml", "--output", "lora", *(word for key in lora for word in ("--set", key)))
     assert code == 0, err
@@ -133,9 +116,48 @@ def test_a_checkpoint_of_an_adapter_answers_as_its_run(ftcli: Ftcli) -> None:
     assert answers[0] == answers[1] != ""
 
 
+def test_generate_from_an_adapter_with_another_base_is_refused(ftcli: RunCli, inputs: Path) -> None:
+    base = Path(shutil.copytree(inputs / "tied", inputs / "base"))
+    code, _, err = ftcli(
+        "train",
+        "r.yaml",
+        "--output",
+        "beside",
+        "--set",
+        "adapter.type=lora",
+        "--set",
+        f"model.name={base}",
+        "--set",
+        "data.eval_rows=2",
+    )
+    assert code == 0, err
+    checkpoint, file = checkpoint_path(Path("beside"), 4), base / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-2] + bytes([content[-2] ^ 0x40, content[-1]]))
+    code, out, err = ftcli("generate", checkpoint, "--prompt", "alpha", "--max-new-tokens", 2)
+    assert code == 2 and out == "" and f"the frozen weights of {base} are not those" in err, err
+    for source in (checkpoint, Path("beside")):
+        code, _, err = ftcli("export", source, "exported", "--merge")
+        assert code == 2 and f"the frozen weights of {base} are not those" in err and not Path("exported").exists(), err
+    for command in (["generate", "beside", "--prompt", "alpha"], ["evaluate", "beside", "--cpu"]):
+        code, out, err = ftcli(*command)
+        assert code == 2 and out == "" and f"the frozen weights of {base} are not those" in err, err
+    again = ["--set", "adapter.type=lora", "--set", "adapter.path=beside/final", "--set", f"model.name={base}"]
+    code, _, err = ftcli("train", "r.yaml", "--output", "again", *again, "--set", "data.eval_rows=2")
+    assert code == 0 and f"warning: adapter.path: the frozen weights of {base} are not those" in err, err
+    moved = base.rename(inputs / "moved")  # the adapter names the new place, and the recipe the old one
+    (moved / "model.safetensors").write_bytes(content)
+    config = Path("beside/final/adapter_config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(moved)}))
+    code, _, err = ftcli("generate", "beside", "--prompt", "alpha", "--max-new-tokens", 2)
+    assert code == 0, err
+    code, _, err = ftcli("train", "r.yaml", "--output", "third", *again[:-1], f"model.name={moved}", "--dry-run")
+    assert code == 0 and "are not those" not in err, err
+
+
 @pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "pretrain"])
-def test_a_packed_run_answers_as_its_weights_and_checkpoints_and_is_exported_as_any_model(
-    task: str, ftcli: Ftcli, inputs: Path
+def test_generate_from_a_packed_run_and_its_export_gives_the_answers_of_the_run(
+    task: str, ftcli: RunCli, inputs: Path
 ) -> None:
     run = f"packed-{task}"
     words = [f"task={task}", "data.packing=true", "data.max_length=64", "batch.global_size=2", "batch.micro_size=1"]
@@ -143,27 +165,32 @@ def test_a_packed_run_answers_as_its_weights_and_checkpoints_and_is_exported_as_
     code, _, err = ftcli("train", "r.yaml", "--output", run, *(w for word in words for w in ("--set", word)))
     assert code == 0, err
     samples = rows((inputs / run / "samples.jsonl").read_text())
-    wanted = [row["answer"] for row in samples if row["step"] == 4]
-    assert len(wanted) == 4 and any(wanted)
-    asked = [word for text in ASKED for word in ("--prompt", text)]
+    expected = [row["answer"] for row in samples if row["step"] == 4]
+    assert len(expected) == 4 and any(expected)
+    arguments = [word for text in PROMPTS for word in ("--prompt", text)]
     for target in (run, checkpoint_path(Path(run), 4)):
-        code, out, err = ftcli("generate", target, *asked, "--max-new-tokens", 8, "--json")
+        code, out, err = ftcli("generate", target, *arguments, "--max-new-tokens", 8, "--json")
         assert code == 0, err
-        assert [row["answer"] for row in rows(out)] == wanted
+        assert [row["answer"] for row in rows(out)] == expected
     code, _, err = ftcli("export", run, f"{run}-plain")  # which loads it in a fresh process
     assert code == 0, err
     for folder in (inputs / run / "final", inputs / f"{run}-plain"):
         assert "documents" not in (folder / "config.json").read_text()
 
 
-def test_a_conversation_is_read_from_a_pipe_and_only_answers_are_printed(ftcli: Ftcli, inputs: Path) -> None:
-    said = "alpha\n/undo\nbeta\n\n/system be brief\n/save talk.jsonl\n/sav\n/save talk.txt\n/reset\n/quit\nnever\n"
-    code, out, err = ftcli("chat", "untied", "--max-new-tokens", 5, stdin=said)
+def test_chat_from_a_pipe_prints_only_answers(ftcli: RunCli, inputs: Path) -> None:
+    typed = "alpha\n/undo\nbeta\n\n/system be brief\n/save talk.jsonl\n/sav\n/save talk.txt\n/reset\n/quit\nnever\n"
+    code, out, err = ftcli("chat", "untied", "--max-new-tokens", 5, stdin=typed)
     assert code == 0, err
     assert len(out.splitlines()) == 2
-    assert err.count("cut at 5 tokens (--max-new-tokens)") == 2
-    for told in ("0 questions are left", "system turn set", "did you mean '/save'", "give a file that ends in .jsonl"):
-        assert told in err
+    assert err.count("stopped at 5 tokens (--max-new-tokens)") == 2
+    for message in (
+        "0 questions are left",
+        "system turn set",
+        "did you mean '/save'",
+        "the file name must end in .jsonl",
+    ):
+        assert message in err
     (saved,) = rows((inputs / "talk.jsonl").read_text())
     first, question, answer = saved["messages"]
     assert (first, question) == (
@@ -173,7 +200,7 @@ def test_a_conversation_is_read_from_a_pipe_and_only_answers_are_printed(ftcli: 
     assert answer == {"role": "assistant", "content": out.splitlines()[1].strip()}
 
 
-def test_a_model_without_a_template_generates_and_does_not_chat(ftcli: Ftcli, inputs: Path) -> None:
+def test_chat_with_a_model_without_template_is_refused_and_generate_works(ftcli: RunCli, inputs: Path) -> None:
     from ftcli.testing import save_tiny_causal, tiny_tokenizer
 
     folder = save_tiny_causal(inputs / "plain", tied=False)
@@ -190,20 +217,22 @@ def test_a_model_without_a_template_generates_and_does_not_chat(ftcli: Ftcli, in
 
 
 @pytest.mark.parametrize(
-    ("changes", "wanted"),
+    ("changes", "expected"),
     [
         (("task=text_classification",), "evaluate.generate: task text_classification does not generate text"),
         (("evaluate.generate.file=no.txt", "evaluate.generate.prompts=[]"), "evaluate.generate.file: no file at"),
         (("evaluate.generate.file=no.txt",), "evaluate.generate: exactly one of prompts and file must be given"),
-        (("evaluate.generate.max_new_tokens=5000",), "beyond the 2048 positions of the model"),
+        (("evaluate.generate.max_new_tokens=5000",), "exceeds the 2048 positions of the model"),
     ],
 )
-def test_a_recipe_that_cannot_be_answered_is_refused(changes: tuple[str, ...], wanted: str, ftcli: Ftcli) -> None:
+def test_train_with_unusable_generate_settings_is_refused(
+    changes: tuple[str, ...], expected: str, ftcli: RunCli
+) -> None:
     code, _, err = ftcli("train", "r.yaml", "--output", "no", *(w for change in changes for w in ("--set", change)))
-    assert code == 2 and wanted in err, err
+    assert code == 2 and expected in err, err
     assert "Traceback" not in err
 
 
-def test_nothing_to_answer_is_an_error(ftcli: Ftcli) -> None:
+def test_generate_without_prompts_is_refused(ftcli: RunCli) -> None:
     code, _, err = ftcli("generate", "untied")
     assert code == 2 and "give --prompt TEXT, or --file FILE" in err

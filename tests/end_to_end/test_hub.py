@@ -14,7 +14,7 @@ import yaml
 
 from ftcli import testing
 
-from ..hub import COMMIT
+from ..support.hub import COMMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE: dict[str, Any] = {
@@ -39,8 +39,8 @@ class Task(pretrain.Task):
 """
 # All in one process that never knew another hub: importing torch takes seconds, and the hub changes in between.
 SCRIPT = """
-import contextlib, io, json, os, sys
-from tests.hub import Hub, serving
+import contextlib, io, json, os, pathlib, sys
+from tests.support.hub import Hub, serving
 
 def shards(kind):
     rows = [[{"text": f"text {n} {i}"} for i in range(12)] for n in range(4)]
@@ -57,16 +57,16 @@ def content(kind, rows):
 
 def ftcli(*arguments, **trouble):
     from ftcli.__main__ import main
-    said, code = io.StringIO(), 0
+    output, code = io.StringIO(), 0
     os.environ.update(trouble)
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             main(list(arguments))
         except SystemExit as end:
             code = end.code
     for name in trouble:
         del os.environ[name]
-    print(json.dumps([code, said.getvalue()]))
+    print(json.dumps([code, output.getvalue()]))
 
 def train(run, *arguments, **trouble):
     ftcli("train", "recipe.json", "--output", run, *arguments, **trouble)
@@ -79,11 +79,16 @@ with serving(Hub("org/words", shards("jsonl"))) as hub:
     train("run", "--resume", "auto")
     train("late", STOP_AT="5")
     hub.publish("f" * 40, shards("parquet"))
-    from ftcli.corpora import _commit_of
-    from ftcli.revisions import commit_of
-    _commit_of.cache_clear()  # what a process of its own begins with
+    from ftcli.data.hub_commits import commit_of
+    from ftcli.data.hub_streams import _commit_of_builder
+    _commit_of_builder.cache_clear()  # what a process of its own begins with
     commit_of.cache_clear()
     train("other", "--resume", "late", "--set", "data.train.revision=main")
+    from ftcli.runtime.checkpoint_names import checkpoints_of
+    from ftcli.checkpoint.folder import read_state, update_state
+    for folder in checkpoints_of(pathlib.Path("late")):  # as an older version wrote it
+        (entry,) = read_state(folder)["resolution"]
+        update_state(folder, resolution=[{name: value for name, value in entry.items() if name != "reader"}])
     train("late", "--resume", "auto")
     train("parquet")
     ftcli("train", "recipe.json", "--output", "none", "--set", "data.train=org/nothing")
@@ -91,22 +96,24 @@ with serving(Hub("org/words", shards("jsonl"))) as hub:
 
 
 @pytest.mark.slow
-def test_a_data_set_on_the_hub_is_checked_read_and_gone_on_with_and_another_commit_is_refused(tmp_path: Path) -> None:
+def test_stream_of_a_hub_data_set_is_checked_trained_and_resumed_and_another_commit_is_refused(tmp_path: Path) -> None:
     testing.save_tiny_causal(tmp_path / "model")
     (tmp_path / "stopping.py").write_text(STOPPING_TASK)
     (tmp_path / "recipe.json").write_text(json.dumps(RECIPE))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FTCLI_CACHE": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [code for code, _ in told] == [0, 0, 75, 0, 75, 2, 0, 0, 2], told
-    check, whole, _, goes_on, _, another, _, _, nothing = (said for _, said in told)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [code for code, _ in lines] == [0, 0, 75, 0, 75, 2, 0, 0, 2], lines
+    check, whole, _, resumed_rows, _, another, reread, _, nothing = (output for _, output in lines)
     assert "org/words: its files are listed when rows are read" in check
-    assert "4 files in 4 lanes of 2 shuffled rows" in whole and "goes on after step 5" in goes_on
+    assert "4 files in 4 lanes of 2 shuffled rows" in whole and "resumed after step 5" in resumed_rows
     commits = [COMMIT, "f" * 40]
     assert "data.train.revision: '{}' -> '{}'".format(*commits) in another
-    assert all(f"revision main, commit {COMMIT}" in said for said in (check, whole))
+    assert all(f"revision main, commit {COMMIT}" in output for output in (check, whole))
     assert "data set org/nothing is neither on this machine nor reachable on the hub" in nothing
+    says = "from here on, rows of org/words hold the values of its files"
+    assert says in reread and says not in resumed_rows
     steps = {run: steps_of(tmp_path / run) for run in ("whole", "run", "late", "parquet")}
     assert len(steps["whole"]) == 14 and steps["run"] == steps["whole"] == steps["late"] == steps["parquet"]
     read = [

@@ -16,19 +16,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ftcli.run_folder import RunFolder
+from ftcli.runtime.run_folder import RunFolder
 
-from ..multiprocess.cells import write_inputs
+from ..support.runner import MakeInputs, run_forked
 from .test_bare_launch import FAILING_TASK, MARKS, RECIPE, ROOT
 
+TWENTY = "train.max_steps=20"
 Ended = tuple[int, str, str]  # exit code, stdout, stderr
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+def inputs(make_inputs: MakeInputs) -> Path:
+    folder = make_inputs({"recipe.yaml": RECIPE})
     for rank in (0, 1):
         task = FAILING_TASK.replace('== "1"', f'== "{rank}"').replace("rank 1", f"rank {rank}")
         (folder / f"failing_task_{rank}.py").write_text(task)
@@ -41,15 +40,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single(inputs: Path) -> RunFolder:
-    line = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--cpu", "--output", "single"]
-    subprocess.run(line, cwd=inputs, env=environment(), check=True, timeout=120, capture_output=True)
+    """Return a run of one process with twenty steps."""
+    assert run_forked(inputs, "train", "recipe.yaml", "--cpu", "--output", "single", "--set", TWENTY).code == 0
     return RunFolder(inputs / "single")
 
 
 def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in MARKS}
+    inherited = {name: value for name, value in os.environ.items() if name not in MARKS}
     added = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return kept | added
+    return inherited | added
 
 
 def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path, *changes: str) -> list[Ended]:
@@ -85,7 +84,7 @@ def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path, *chan
 
 
 def _free_port() -> int:
-    """Return a port that nobody has, below those that a system hands out by itself: nobody gets it in the meantime."""
+    """Return an unused port below the range from which the system assigns ports, so that it stays unused."""
     while True:
         port = random.randrange(15_000, 30_000)
         with socket.socket() as probe:
@@ -98,52 +97,35 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "profile",
-    [
-        "ddp_multi_node",
-        pytest.param("rendezvous.yaml", marks=pytest.mark.slow),
-        pytest.param("fsdp_multi_node", marks=pytest.mark.slow),
-        pytest.param("zero3_multi_node", marks=pytest.mark.slow),
-    ],
+    ("profile", "micro"),
+    [("ddp_multi_node", 1), ("rendezvous.yaml", 4), ("fsdp_multi_node", 2), ("zero3_multi_node", 2)],
 )
-def test_two_machines_that_share_a_disk_give_the_curve_of_one_process(
-    profile: str, inputs: Path, single: RunFolder, tmp_path: Path
+def test_train_on_two_machines_that_share_a_disk_gives_the_curve_of_one_process(
+    profile: str, micro: int, inputs: Path, single: RunFolder, tmp_path: Path
 ) -> None:
+    """Each profile and each micro size is launched once: a launch imports six times."""
     folder = RunFolder(tmp_path / "run")
-    for code, out, err in on_two_machines(inputs, "recipe.yaml", profile, folder.path):
+    changes = (TWENTY, f"batch.micro_size={micro}")
+    for code, out, err in on_two_machines(inputs, "recipe.yaml", profile, folder.path, *changes):
         assert code == 0 and out.splitlines()[-1] == str(folder.path), err
     assert folder.status()["state"] == "done" and folder.final.is_dir()
+    assert len(folder.training_rows()) == 20
     assert_same_curve(folder, single)
 
 
-@pytest.mark.slow
-def test_two_machines_give_that_curve_for_twenty_steps_at_every_micro_size(inputs: Path, tmp_path: Path) -> None:
-    twenty = "train.max_steps=20"
-    line = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--cpu", "--output", str(tmp_path / "single")]
-    subprocess.run(
-        [*line, "--set", twenty], cwd=inputs, env=environment(), check=True, timeout=120, capture_output=True
-    )
-    for micro in (1, 2, 4):
-        folder = RunFolder(tmp_path / f"micro-{micro}")
-        size = f"batch.micro_size={micro}"
-        ended = on_two_machines(inputs, "recipe.yaml", "ddp_multi_node", folder.path, twenty, size)
-        assert [code for code, _, _ in ended] == [0, 0], ended
-        assert len(folder.training_rows()) == 20
-        assert_same_curve(folder, RunFolder(tmp_path / "single"))
-
-
 def assert_same_curve(folder: RunFolder, single: RunFolder) -> None:
-    for found, wanted in zip(folder.metrics(), single.metrics(), strict=True):
-        for key in wanted.keys() & {"step", "items", "samples", "learning_rate"}:
-            assert found[key] == wanted[key]
-        for key in wanted.keys() & {"loss", "grad_norm", "eval/loss", "eval/perplexity"}:
-            assert found[key] == pytest.approx(wanted[key], rel=1e-4 if key == "grad_norm" else 1e-5), key
+    for actual, expected in zip(folder.metrics(), single.metrics(), strict=True):
+        for key in expected.keys() & {"step", "items", "samples", "learning_rate"}:
+            assert actual[key] == expected[key]
+        for key in expected.keys() & {"loss", "grad_norm", "eval/loss", "eval/perplexity"}:
+            assert actual[key] == pytest.approx(expected[key], rel=1e-4 if key == "grad_norm" else 1e-5), key
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
-def test_an_error_on_one_machine_ends_the_other_and_both_say_it(rank: int, inputs: Path, tmp_path: Path) -> None:
+def test_train_error_on_one_machine_ends_both_with_the_same_message(rank: int, inputs: Path, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     began = time.monotonic()
     for code, _, err in on_two_machines(inputs, f"failing_{rank}.yaml", "ddp_multi_node", folder.path):
@@ -154,7 +136,8 @@ def test_an_error_on_one_machine_ends_the_other_and_both_say_it(rank: int, input
     assert (status["state"], status["exit_code"]) == ("failed", 1)
 
 
-def test_a_folder_that_holds_a_run_is_refused_by_the_first_machine(inputs: Path, single: RunFolder) -> None:
+@pytest.mark.slow
+def test_train_on_two_machines_into_a_folder_with_a_run_is_refused(inputs: Path, single: RunFolder) -> None:
     before = single.status()
     line = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--profile", "ddp_multi_node", "--cpu"]
     line += ["--main-process-ip", "127.0.0.1", "--num-processes", "2", "--output", str(single.path)]

@@ -34,7 +34,7 @@ def drawn(client: NotebookClient) -> list[str]:
 
 
 def started_by(pid: int) -> list[str]:
-    """Return what process `pid` started and has not ended: its children, and launched ranks whoever owns them now."""
+    """Return what process `pid` started and has not ended: its children, launched ranks too."""
     ranks = [
         process
         for process in psutil.process_iter(["environ"])
@@ -44,13 +44,13 @@ def started_by(pid: int) -> list[str]:
 
 
 def largest_difference(text: str) -> float:
-    found = re.search(r"largest difference between the curves: (\S+)", text)
-    assert found is not None, text
-    return float(found[1])
+    match = re.search(r"largest difference between the curves: (\S+)", text)
+    assert match is not None, text
+    return float(match[1])
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_twice_in_one_kernel_with_equal_curves_and_leaves_no_process(
+def test_notebook_twice_in_one_kernel_gives_equal_curves_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -69,6 +69,6 @@ def test_the_notebook_runs_twice_in_one_kernel_with_equal_curves_and_leaves_no_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_notebook_is_committed_without_outputs() -> None:
+def test_notebook_is_committed_without_outputs() -> None:
     cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
     assert cells and all(cell.outputs == [] and cell.execution_count is None for cell in cells)

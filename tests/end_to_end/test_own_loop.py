@@ -1,7 +1,12 @@
-"""A loop of one's own over `ftcli.steps`: left and entered again, recorded, and refused where it cannot be honoured."""
+"""A user's loop over `ftcli.steps`: left and entered again, recorded, and refused if a key would have no effect."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +14,21 @@ import pytest
 import torch
 
 import ftcli
-from ftcli.artifacts import save_final
-from ftcli.checkpoint import save
-from ftcli.checkpoint_folder import read_state
-from ftcli.errors import InputError, RunError
-from ftcli.recipe import Recipe
-from ftcli.recipe_file import dump_recipe, load_recipe
-from ftcli.run import Run
-from ftcli.run_folder import RunFolder
+from ftcli.checkpoint.folder import read_state
+from ftcli.config.load import dump_recipe, load_recipe
+from ftcli.config.plan import describe_dropped_rows
+from ftcli.config.recipe import Recipe
+from ftcli.runtime import load_monitor
+from ftcli.runtime.errors import InputError, RunError
+from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import run_on_cpu
+from ftcli.training.checkpointing import save_checkpoint
+from ftcli.training.final_weights import save_final
+from ftcli.training.run import Run
 
-from ..multiprocess.cells import cell, write_inputs
+from ..support.cells import cell
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    return folder
 
 
 def recipe(folder: Path, **changes: Any) -> Recipe:
@@ -37,12 +37,12 @@ def recipe(folder: Path, **changes: Any) -> Recipe:
 
 def rows_of(loop: Any, until: int = STEPS) -> list[tuple[int, float, int]]:
     """Iterate up to a step and leave the loop there."""
-    found = []
+    rows = []
     for step in loop:
-        found.append((step.number, step.loss, step.samples))
+        rows.append((step.number, step.loss, step.samples))
         if step.number == until:
             break
-    return found
+    return rows
 
 
 def streamed(folder: Path) -> dict[str, Any]:
@@ -52,43 +52,59 @@ def streamed(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_steps_entered_again_continues_the_curve(is_stream: bool, inputs: Path, tmp_path: Path) -> None:
     what = recipe(inputs, **({"data": streamed(inputs)} if is_stream else {}))
-    wanted = rows_of(ftcli.steps(ftcli.prepare(what, cpu=True)))
+    expected = rows_of(ftcli.steps(ftcli.prepare(what, cpu=True)))
     run = ftcli.prepare(what, cpu=True, output=tmp_path / "run")
     first = rows_of(ftcli.steps(run), until=2)
-    saved = save(run, 2)
+    saved = save_checkpoint(run, 2)
     second = rows_of(ftcli.steps(run), until=3)
     third = rows_of(ftcli.steps(run))
-    assert first + second + third == wanted
+    assert first + second + third == expected
     assert rows_of(ftcli.steps(run)) == []  # nothing is left
-    save(run, STEPS)
+    save_checkpoint(run, STEPS)
     save_final(run)
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
     assert saved is not None
-    assert rows_of(ftcli.steps(ftcli.prepare(what, cpu=True, resume=saved))) == wanted[2:]
+    assert rows_of(ftcli.steps(ftcli.prepare(what, cpu=True, resume=saved))) == expected[2:]
+
+
+def test_steps_entered_again_records_the_load_inside_the_loop_only(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_monitor, "SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr(load_monitor, "RECORD_SECONDS", 0.0)
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
+    for until in (3, STEPS):
+        for step in ftcli.steps(run):
+            time.sleep(0.1)
+            if step.number == until:
+                break
+        assert "ftcli-load" not in {thread.name for thread in threading.enumerate()}
+    with_load = {row["step"] for row in RunFolder(tmp_path / "run").metrics() if "load/cpu_percent/rank-0" in row}
+    assert {2, 3, 5, 6} <= with_load
 
 
 def leave_and_enter(folder: Path, output: Path) -> tuple[list[Any], list[Any], int]:
     what = recipe(folder)
-    wanted = rows_of(ftcli.steps(ftcli.prepare(what, cpu=True)))
+    expected = rows_of(ftcli.steps(ftcli.prepare(what, cpu=True)))
     run = ftcli.prepare(what, cpu=True, output=output)
-    found = rows_of(ftcli.steps(run), until=2) + rows_of(ftcli.steps(run))
-    saved = save(run, STEPS)
+    actual = rows_of(ftcli.steps(run), until=2) + rows_of(ftcli.steps(run))
+    saved = save_checkpoint(run, STEPS)
     assert saved is not None
-    return wanted, found, read_state(saved)["optimizer_updates"]
+    return expected, actual, read_state(saved)["optimizer_updates"]
 
 
-@pytest.mark.parametrize("profile", ["fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("profile", [pytest.param(p, marks=pytest.mark.slow) for p in ("fsdp", "zero3")])
 def test_steps_entered_again_on_two_processes_continues_and_is_written_once(
     profile: str, inputs: Path, tmp_path: Path
 ) -> None:
-    for wanted, found, updates in run_on_cpu(leave_and_enter, inputs, tmp_path / "run", profile=profile):
-        assert found == wanted and updates == STEPS
+    for expected, actual, updates in run_on_cpu(leave_and_enter, inputs, tmp_path / "run", profile=profile):
+        assert actual == expected and updates == STEPS
     folder = RunFolder(tmp_path / "run")
     assert [row["step"] for row in folder.metrics()] == list(range(1, STEPS + 1))
     assert profile.rstrip("3") in (folder.path / "profile.yaml").read_text().lower().replace("deepspeed", "zero")
 
 
-def test_steps_of_an_older_loop_are_refused_once_another_has_begun(inputs: Path) -> None:
+def test_steps_of_an_older_loop_after_a_new_one_are_refused(inputs: Path) -> None:
     run = ftcli.prepare(recipe(inputs), cpu=True)
     older = ftcli.steps(run)
     next(older)
@@ -98,7 +114,7 @@ def test_steps_of_an_older_loop_are_refused_once_another_has_begun(inputs: Path)
     assert next(newer).number == 3
 
 
-def test_steps_after_an_interrupted_step_says_why_it_cannot_continue(
+def test_steps_after_an_interrupted_step_raises_an_error_with_the_reason(
     inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ftcli.prepare(recipe(inputs), cpu=True)
@@ -116,19 +132,19 @@ def test_steps_after_an_interrupted_step_says_why_it_cannot_continue(
         next(ftcli.steps(run))
 
 
-def test_nothing_is_left_out_silently_without_a_folder_or_rows(inputs: Path, tmp_path: Path) -> None:
+def test_save_and_evaluate_without_a_folder_or_rows_are_refused(inputs: Path, tmp_path: Path) -> None:
     what = recipe(inputs, data={"train": str(inputs / "chats.jsonl"), "max_length": 128})
     run = ftcli.prepare(what, cpu=True)
     rows_of(ftcli.steps(run), until=1)
-    for save_it in (lambda: save(run, 1), lambda: save_final(run)):
+    for save_it in (lambda: save_checkpoint(run, 1), lambda: save_final(run)):
         with pytest.raises(InputError, match=r"(?s)the run has no folder.*ftcli.prepare\(recipe, output=FOLDER\)"):
             save_it()
     with pytest.raises(InputError, match="the recipe has no evaluation rows"):
         ftcli.evaluate(run)
     run = ftcli.prepare(what, cpu=True, output=tmp_path / "run")
     rows_of(ftcli.steps(run), until=2)
-    with pytest.raises(InputError, match="save was asked for step 1, and the run has done 2 steps"):
-        save(run, 1)
+    with pytest.raises(InputError, match="save_checkpoint was called for step 1, but the run has done 2 steps"):
+        save_checkpoint(run, 1)
 
 
 def other_rate(run: Run) -> None:
@@ -147,9 +163,14 @@ def other_model(run: Run) -> None:
     run.model = torch.nn.Linear(1, 1)
 
 
+def no_model(run: Run) -> None:
+    run.model = None  # type: ignore[assignment]  # to free its memory
+
+
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
+        (no_model, r"run.model was replaced by another object \(NoneType\)"),
         (
             other_rate,
             "(?s)the learning rate or the parameter groups .*optimizer.learning_rate and the keys of schedule",
@@ -159,26 +180,29 @@ def other_model(run: Run) -> None:
         (other_model, r"(?s)run.model was replaced by another object \(Linear\).*load_model or finish_model"),
     ],
 )
-def test_steps_refuses_what_it_would_overwrite_or_ignore(change: Any, told: str, inputs: Path) -> None:
+def test_steps_refuses_what_it_would_overwrite_or_ignore(change: Any, message: str, inputs: Path) -> None:
     before, meanwhile = (ftcli.prepare(recipe(inputs), cpu=True) for _ in range(2))
     change(before)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         next(ftcli.steps(before))
     loop = ftcli.steps(meanwhile)
     next(loop)
     change(meanwhile)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         next(loop)
 
 
-def test_prepare_with_output_leaves_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:
+def test_prepare_with_output_writes_the_files_of_a_run(inputs: Path, tmp_path: Path) -> None:
     what, folder = recipe(inputs, log={"trackers": ["tensorboard"]}), RunFolder(tmp_path / "run")
     run = ftcli.prepare(what, cpu=True, output=folder.path)
     assert dump_recipe(load_recipe(folder.path / "recipe.yaml")) == dump_recipe(what)
     assert {"profile.yaml", "environment.json"} <= {path.name for path in folder.path.iterdir()}
     assert folder.status()["state"] == "loading"
+    (left_out,) = describe_dropped_rows(run.recipe, run.plan)
+    assert left_out in run.log_lines and left_out in ftcli.check(folder.path / "recipe.yaml").notes
+    assert run.plan.rows % run.plan.global_size
     first = rows_of(ftcli.steps(run), until=2)
-    saved = save(run, 2)
+    saved = save_checkpoint(run, 2)
     metrics = ftcli.evaluate(run)
     assert folder.status()["state"] == "stopped" and "after step 2 of 6" in folder.status()["error"]
     rest = rows_of(ftcli.steps(run))
@@ -195,7 +219,7 @@ def test_prepare_with_output_leaves_what_a_run_leaves(inputs: Path, tmp_path: Pa
     assert rows_of(ftcli.steps(resumed)) == rest
 
 
-def test_steps_that_fail_leave_a_status_that_says_so(inputs: Path, tmp_path: Path) -> None:
+def test_steps_with_an_error_writes_status_failed(inputs: Path, tmp_path: Path) -> None:
     run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
     loop = ftcli.steps(run)
     next(loop)
@@ -204,3 +228,24 @@ def test_steps_that_fail_leave_a_status_that_says_so(inputs: Path, tmp_path: Pat
         next(loop)
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["step"], status["exit_code"]) == ("failed", 1, 2)
+
+
+KEPT = """
+import ftcli
+
+run = ftcli.prepare("recipe.yaml", cpu=True, output="run")
+step_iterator = ftcli.steps(run)
+for _ in range(3):  # the third one puts objects aside from Python's garbage collection
+    next(step_iterator)
+"""
+
+
+@pytest.mark.slow
+def test_steps_open_at_interpreter_exit_are_closed(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe(inputs)))
+    settings = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", KEPT]
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "ignored" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    status = RunFolder(tmp_path / "run").status()
+    assert (status["state"], status["step"]) == ("stopped", 3)

@@ -11,17 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ftcli
-from ftcli.artifacts import PROBE, save_final
-from ftcli.checkpoint import save
-from ftcli.checks import check
-from ftcli.comparison import TOLERANCES, Curve, compare
-from ftcli.errors import InputError
-from ftcli.exports import export
-from ftcli.own_model import load_weights
-from ftcli.recipe_file import load_recipe
-from ftcli.run_folder import RunFolder
+from ftcli.checkpoint.export import export
+from ftcli.checkpoint.final import PROBE
+from ftcli.config.load import load_recipe
+from ftcli.launch.worker import evaluate_run, work
+from ftcli.models.own_model import load_weights
+from ftcli.reports.check import check
+from ftcli.reports.comparison import TOLERANCES, Curve, compare
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import run_on_cpu, save_tiny_encoder
-from ftcli.worker import evaluate_run, work
+from ftcli.training.checkpointing import save_checkpoint
+from ftcli.training.final_weights import save_final
 
 OWN = '''
 import numpy as np
@@ -138,18 +139,18 @@ def recipe(folder: Path, task: str, **model: str) -> Path:
 
 
 @pytest.mark.parametrize("is_probed", [True, False])
-def test_a_module_of_its_own_trains_resumes_evaluates_and_exports(is_probed: bool, inputs: Path) -> None:
+def test_task_with_its_own_module_trains_resumes_evaluates_and_exports(is_probed: bool, inputs: Path) -> None:
     path = recipe(inputs, OWN + PROBED * is_probed)
     assert "task builds its own model" in str(check(path))
     run = ftcli.prepare(path, cpu=True, output=inputs / "run")
-    assert any("of its own model: " in fact for fact in run.facts)
+    assert any("of its own model: " in fact for fact in run.log_lines)
     assert json.loads((inputs / "run" / "environment.json").read_text())["resolution"] == []  # it is not on the hub
     saved, losses = None, []
     for step in ftcli.steps(run):
         losses.append(step.loss)
-        saved = save(run, 2) if step.number == 2 else saved
-    wanted = ftcli.evaluate(run)
-    save(run, 4)
+        saved = save_checkpoint(run, 2) if step.number == 2 else saved
+    expected = ftcli.evaluate(run)
+    save_checkpoint(run, 4)
     save_final(run)
     final = load_file(inputs / "run" / "final" / "model.safetensors")
     assert set(final) == {"embed.weight", "head.weight", "head.bias", "scale"}
@@ -157,7 +158,7 @@ def test_a_module_of_its_own_trains_resumes_evaluates_and_exports(is_probed: boo
     assert saved is not None
     resumed = ftcli.prepare(path, cpu=True, resume=saved)
     assert [step.loss for step in ftcli.steps(resumed)] == losses[2:]
-    assert evaluate_run(inputs / "run", cpu=True, trust_remote_code=True) == pytest.approx(wanted)
+    assert evaluate_run(inputs / "run", cpu=True, trust_remote_code=True) == pytest.approx(expected)
     for source, name in ((inputs / "run", "a"), (inputs / "run" / "checkpoints" / "step-000004", "b")):
         folder = export(source, inputs / name, trust_remote_code=True)
         values = load_file(folder / "model.safetensors")
@@ -165,23 +166,37 @@ def test_a_module_of_its_own_trains_resumes_evaluates_and_exports(is_probed: boo
         assert (folder / "bag.txt").exists() == is_probed
 
 
-def test_an_own_module_with_an_adapter_keeps_its_final_weights(inputs: Path) -> None:
-    values = json.loads(recipe(inputs, OWN + PROBED).read_text())
+@pytest.mark.parametrize("is_probed", [True, False])
+def test_export_of_an_own_module_with_an_adapter_succeeds(is_probed: bool, inputs: Path) -> None:
+    values = json.loads(recipe(inputs, OWN + PROBED * is_probed).read_text())
     path = inputs / "recipe.yaml"
     path.write_text(json.dumps(values | {"adapter": {"type": "lora", "r": 2, "target_modules": ["head"]}}))
     run = ftcli.prepare(path, cpu=True, output=inputs / "run")
     for _ in ftcli.steps(run):
         pass
+    save_checkpoint(run, 4)
     save_final(run)
-    found = load_file(inputs / "run" / "final" / "adapter_model.safetensors")
-    assert len(found) == 2 and all(torch.isfinite(value).all() for value in found.values())
+    adapter = load_file(inputs / "run" / "final" / "adapter_model.safetensors")
+    assert len(adapter) == 2 and all(torch.isfinite(value).all() for value in adapter.values())
+    for source, name in ((inputs / "run", "a"), (inputs / "run" / "checkpoints" / "step-000004", "b")):
+        folder = export(source, inputs / name, trust_remote_code=True)
+        values = load_file(folder / "adapter_model.safetensors")
+        assert values.keys() == adapter.keys() and all(torch.equal(values[key], adapter[key]) for key in adapter)
+    if is_probed:
+        path = inputs / "run" / PROBE
+        probe = load_file(path)
+        save_file(probe | {"logits": probe["logits"] + 1}, path, metadata={"step": "4"})
+        with pytest.raises(RuntimeError, match="logits of the reloaded model differ"):
+            export(inputs / "run", inputs / "other", trust_remote_code=True)
+    with pytest.raises(InputError, match="--merge supports models of transformers only"):
+        export(inputs / "run", inputs / "merged", merge=True, trust_remote_code=True)
 
 
 def train_by_worker(path: Path, output: Path) -> None:
     work(load_recipe(path), None, output=output, cpu=True, record_start=True)
 
 
-def test_the_default_loop_and_parity_have_what_they_need_of_an_own_module(inputs: Path) -> None:
+def test_train_and_parity_with_an_own_module_succeed(inputs: Path) -> None:
     path = recipe(inputs, OWN)
     train_by_worker(path, inputs / "run")
     curve = Curve.of("own", RunFolder(inputs / "run"))
@@ -189,8 +204,8 @@ def test_the_default_loop_and_parity_have_what_they_need_of_an_own_module(inputs
     assert compare(curve, curve, TOLERANCES["fp32"]).weights == 0.0
 
 
-@pytest.mark.parametrize("profile", [pytest.param("fsdp", marks=pytest.mark.slow), "zero3"])
-def test_an_own_module_is_saved_whole_by_two_processes(profile: str, inputs: Path) -> None:
+@pytest.mark.parametrize("profile", [pytest.param(p, marks=pytest.mark.slow) for p in ("fsdp", "zero3")])
+def test_save_final_of_an_own_module_on_two_processes_writes_all_weights(profile: str, inputs: Path) -> None:
     path = recipe(inputs, OWN + PROBED)
     train_by_worker(path, inputs / "one")
     run_on_cpu(train_by_worker, path, inputs / "two", profile=profile)
@@ -211,7 +226,7 @@ class Task(Text):
     auto_class = "AutoModel"
 
     def load_model(self, facts, **kwargs):
-        from ftcli.models import load_model
+        from ftcli.models.load import load_model
 
         return load_model(self.auto_class, self.recipe, new_head=False, **kwargs)
 
@@ -231,8 +246,9 @@ class Task(Text):
 """
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_a_transformers_model_without_logits_is_exported_with_its_probe(adapter: str, inputs: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["none", pytest.param("lora", marks=pytest.mark.slow)])
+def test_export_of_a_model_without_logits_verifies_its_probe(adapter: str, inputs: Path) -> None:
     save_tiny_encoder(inputs / "encoder")
     path = recipe(inputs, EMBED, name=str(inputs / "encoder"))
     values = json.loads(path.read_text())
@@ -247,9 +263,9 @@ def test_a_transformers_model_without_logits_is_exported_with_its_probe(adapter:
     export(inputs / "run", inputs / "out", trust_remote_code=True)
 
 
-def test_what_cannot_be_saved_is_refused_before_the_first_step(inputs: Path) -> None:
+def test_prepare_of_a_module_that_cannot_be_saved_is_refused(inputs: Path) -> None:
     wrong = PROBED.replace('return output["scores"]', "return output")
-    with pytest.raises(InputError, match="probe_output of the task returned dict"):
+    with pytest.raises(InputError, match="`probe_output` returned an object of type dict"):
         ftcli.prepare(recipe(inputs, OWN + wrong), cpu=True, output=inputs / "run")
     unknown = OWN.replace("auto_class = None", 'auto_class = "AutoBag"')
     other = inputs / "other"
@@ -259,14 +275,21 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(inputs: Path) -> 
         ftcli.prepare(recipe(other, unknown), cpu=True, output=other / "run")
 
 
-def test_a_task_that_needs_a_model_says_that_its_name_is_missing(inputs: Path) -> None:
+def test_prepare_of_a_parameter_whose_name_no_checkpoint_can_hold_is_refused(inputs: Path) -> None:
+    parameter = 'self.register_parameter("a@0", torch.nn.Parameter(torch.ones(1)))'
+    odd = OWN.replace("self.register_buffer(", f"{parameter}\n        self.register_buffer(")
+    with pytest.raises(InputError, match="the parameter a@0 cannot be saved: @ separates names in checkpoints"):
+        ftcli.prepare(recipe(inputs, odd), cpu=True, output=inputs / "run")
+
+
+def test_prepare_without_model_name_names_the_missing_key(inputs: Path) -> None:
     with pytest.raises(InputError, match="model.name is missing"):
         ftcli.prepare(recipe(inputs, EMBED), cpu=True)
 
 
-def test_loaded_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_load_of_weights_with_another_shape_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"holds other weights: bias is missing, the model has \[2\]"):
+    with pytest.raises(InputError, match=r"do not fit: bias is missing, but the model has \[2\]"):
         load_weights(torch.nn.Linear(2, 2), tmp_path)
-    with pytest.raises(InputError, match="holds no weights"):
+    with pytest.raises(InputError, match="has no weights"):
         load_weights(torch.nn.Linear(2, 2), tmp_path / "none")

@@ -7,28 +7,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from ..multiprocess.cells import write_inputs
+from ..support.recipes import recipe_values
+from ..support.runner import MakeInputs
 
 pytestmark = pytest.mark.slow  # several launches of two profiles
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE: dict[str, Any] = {
-    "task": "text_classification",
-    "model": {"name": "encoder", "dropout": 0.0},
-    "data": {"train": "texts.jsonl", "eval_rows": 5},
-    "batch": {"global_size": 12, "micro_size": 3},
-    "train": {"max_steps": 30},
-    "optimizer": {"learning_rate": 5e-3},
-}
+RECIPE = recipe_values(
+    "text_classification",
+    model={"name": "encoder", "dropout": 0.0},
+    data={"train": "texts.jsonl", "eval_rows": 5},
+    batch={"global_size": 12, "micro_size": 3},
+    train={"max_steps": 30},
+)
 FAULTY = '''
 """Text classification with a planted fault."""
 import os
-from ftcli.losses import cross_entropy_rows
+from ftcli.models.losses import cross_entropy_rows
 from ftcli.tasks.text_classification import Options, Task as Whole
 
 class Task(Whole):
@@ -42,9 +41,8 @@ MEAN = "rows.mean()"
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
+def inputs(make_inputs: MakeInputs) -> Path:
+    folder = make_inputs()
     for name, fault in (("drops_a_row", DROPS_A_ROW), ("mean", MEAN)):
         (folder / f"{name}.py").write_text(FAULTY.replace("FAULT", fault))
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(RECIPE | {"task": f"./{name}.py"}))
@@ -62,18 +60,18 @@ def parity(inputs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_profiles_and_two_micro_sizes_give_one_curve(inputs: Path) -> None:
+def test_parity_of_two_profiles_and_two_micro_sizes_holds(inputs: Path) -> None:
     result = parity(inputs, "right.yaml", "--profiles", "single,ddp", "--num-processes", "2", "--json")
     assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout)
-    assert (found["holds"], found["reference"], found["steps"]) == (True, "single x1, micro 3", 3)
-    assert [run["label"] for run in found["comparisons"]] == ["ddp x2, micro 3", "single x1, micro 2"]
-    for run in found["comparisons"]:
+    report = json.loads(result.stdout)
+    assert (report["holds"], report["reference"], report["steps"]) == (True, "single x1, micro 3", 3)
+    assert [run["label"] for run in report["comparisons"]] == ["ddp x2, micro 3", "single x1, micro 2"]
+    for run in report["comparisons"]:
         assert run["loss"] < 1e-5 and abs(run["drift"]) <= run["loss"] and run["grad_norm"] < 1e-4
         assert run["learning_rates"] and run["samples"] and run["items"] and run["start"]
         assert run["evaluation"] < 1e-5 and run["weights"] < 0.05 and run["departure"] is None
     output = inputs / "runs" / "right-parity"
-    assert json.loads((output / "parity.json").read_text()) == found
+    assert json.loads((output / "parity.json").read_text()) == report
     assert "the curve stays" in (output / "parity.txt").read_text()
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     weights = json.loads((output / "ddp-x2-micro-3" / "start.json").read_text())["weights"]
@@ -82,7 +80,7 @@ def test_two_profiles_and_two_micro_sizes_give_one_curve(inputs: Path) -> None:
     assert again.returncode == 2 and "right-parity already holds something" in again.stderr
 
 
-def test_a_row_that_one_rank_drops_from_its_loss_is_named_by_step_and_quantity(inputs: Path) -> None:
+def test_parity_with_a_dropped_row_names_step_and_quantity(inputs: Path) -> None:
     arguments = ("--profiles", "single,ddp", "--num-processes", "2", "--micro-sizes", "3")
     result = parity(inputs, "drops_a_row.yaml", *arguments)
     assert result.returncode == 1, result.stderr[-3000:]
@@ -90,7 +88,7 @@ def test_a_row_that_one_rank_drops_from_its_loss_is_named_by_step_and_quantity(i
     assert "> 1e-05)" in result.stdout and "1 of 1 leave the curve" in result.stdout
 
 
-def test_a_mean_where_a_sum_is_due_is_named_by_step_and_quantity(inputs: Path) -> None:
+def test_parity_with_a_mean_instead_of_a_sum_names_step_and_quantity(inputs: Path) -> None:
     result = parity(inputs, "mean.yaml", "--profiles", "single", "--micro-sizes", "3,1")
     assert result.returncode == 1, result.stderr[-3000:]
     assert "single x1, micro 1: loss leaves the tolerance at step 1: " in result.stdout

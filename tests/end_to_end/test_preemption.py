@@ -17,25 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ftcli.__main__ import main
-from ftcli.checkpoint_folder import checkpoints_of, damage, read_state
-from ftcli.run_folder import RunFolder
+from ftcli.checkpoint.folder import find_damage, read_state
+from ftcli.runtime.checkpoint_names import checkpoints_of
+from ftcli.runtime.run_folder import RunFolder
+from ftcli.testing import run_on_cpu
 
-from ..multiprocess.cells import write_inputs
+from ..support.recipes import recipe_values
+from ..support.run_folders import stable_metrics
+from ..support.runner import MakeInputs, RunCli, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE: dict[str, Any] = {
-    "task": "./signalled.py",
-    "model": {"name": "tied", "dropout": 0.0},
-    "data": {"train": "chats.jsonl", "eval_rows": 9, "max_length": 128},
-    "batch": {"global_size": 6, "micro_size": 3},  # one process: 2 micro-batches a step, 3 of an evaluation
-    "train": {"max_steps": 4},
-    "optimizer": {"learning_rate": 5e-3},
-    "schedule": {"name": "cosine", "warmup_steps": 2},
-    "evaluate": {"every_steps": 2, "at_start": True},
-}
+RECIPE = recipe_values(
+    "./signalled.py",  # one process: 2 micro-batches a step, 3 of an evaluation
+    data={"train": "chats.jsonl", "eval_rows": 9, "max_length": 128},
+    schedule={"name": "cosine", "warmup_steps": 2},
+    evaluate={"every_steps": 2, "at_start": True},
+)
 TASK = """
 import os, signal, time
 from pathlib import Path
@@ -92,23 +91,18 @@ def signal_run(number):
         while not Path(os.environ["STOP_FILE"]).exists(): time.sleep(0.05)
         time.sleep(0.6)  # the file is looked at twice a second
 """
-NEVER_IN_A_CHECKPOINT = ("seconds", "tokens_per_second", "rows_per_second", "data_wait_share", "peak_memory_gb")
 Train = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    (folder / "signalled.py").write_text(TASK)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    return folder
+def inputs(make_inputs: MakeInputs) -> Path:
+    return make_inputs({"signalled.py": TASK, "recipe.yaml": RECIPE})
 
 
 def environment(**more: str) -> dict[str, str]:
     marks = ("FTCLI_LAUNCHED", "FTCLI_PROFILE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    kept = {name: value for name, value in os.environ.items() if name not in marks}
-    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | more
+    inherited = {name: value for name, value in os.environ.items() if name not in marks}
+    return inherited | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | more
 
 
 def shell(inputs: Path, *command: object, **more: str) -> subprocess.CompletedProcess[str]:
@@ -123,19 +117,13 @@ def on_two(profile: str, output: Path) -> tuple[object, ...]:
 
 
 @pytest.fixture
-def train(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
-    """Return a function that trains in this process with `--resume auto` and gives (exit code, all it said)."""
+def train(inputs: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli) -> Train:
+    """Return a function that trains in this process with `--resume auto` and gives (exit code, all output)."""
     monkeypatch.chdir(inputs)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def run(output: Path, *arguments: object, **trouble: str) -> tuple[int, str]:
-        capsys.readouterr()
-        with monkeypatch.context() as patched, pytest.raises(SystemExit) as end:
-            for name, value in trouble.items():
-                patched.setenv(name, value)
-            main(["train", "recipe.yaml", "--output", str(output), "--resume", "auto", *map(str, arguments)])
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out + said.err
+        ended = run_cli("train", "recipe.yaml", "--output", output, "--resume", "auto", *arguments, **trouble)
+        return ended.code, ended.text
 
     return run
 
@@ -143,21 +131,16 @@ def train(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.fixture(scope="module")
 def never_stopped(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "run"
-    result = shell(inputs, "ftcli", "train", "recipe.yaml", "--output", run)
-    assert result.returncode == 0, result.stderr
+    ended = run_forked(inputs, "train", "recipe.yaml", "--output", run)
+    assert ended.code == 0, ended.err
     return run
 
 
-def told(run: Path) -> list[dict[str, Any]]:
-    """Return a run's metrics but for what depends on the clock or the machine."""
-    return [{k: v for k, v in row.items() if k not in NEVER_IN_A_CHECKPOINT} for row in RunFolder(run).metrics()]
-
-
-def assert_same_run(found: Path, wanted: Path) -> None:
-    assert told(found) == told(wanted)
+def assert_same_run(actual: Path, expected: Path) -> None:
+    assert stable_metrics(actual) == stable_metrics(expected)
     weights = "final/model.safetensors"
-    assert (found / weights).read_bytes() == (wanted / weights).read_bytes()
-    assert RunFolder(found).status()["state"] == "done"
+    assert (actual / weights).read_bytes() == (expected / weights).read_bytes()
+    assert RunFolder(actual).status()["state"] == "done"
 
 
 def assert_stopped(run: Path, step: int) -> None:
@@ -165,39 +148,44 @@ def assert_stopped(run: Path, step: int) -> None:
     assert (status["state"], status["step"], status["exit_code"]) == ("stopped", step, 75)
     saved = checkpoints_of(run)
     assert [read_state(folder)["step"] for folder in saved][-1:] == ([step] if step else [])
-    assert all(damage(folder) == "" for folder in saved)
+    assert all(find_damage(folder) == "" for folder in saved)
     assert not (run / "stop").exists()
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_ends_the_run_after_its_step_and_resuming_makes_it_whole(
+@pytest.mark.parametrize(
+    "number", ["SIGTERM", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SIGINT", "SIGUSR1"))]
+)
+def test_signal_in_a_step_stops_after_it_and_the_resume_gives_the_same_run(
     number: str, train: Train, never_stopped: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    code, said = train(run, SIGNAL_AT="loss 5", SIGNALS=number)
-    assert code == 75 and f"stopped as asked after step 3 of 4 ({number})" in said
+    code, output = train(run, SIGNAL_AT="loss 5", SIGNALS=number)
+    assert code == 75 and f"stopped on request after step 3 of 4 ({number})" in output
     assert_stopped(run, 3)
-    assert [row["step"] for row in told(run)] == [0, 1, 2, 2, 3]
+    assert [row["step"] for row in stable_metrics(run)] == [0, 1, 2, 2, 3]
     assert train(run)[0] == 0
     assert_same_run(run, never_stopped)
 
 
-@pytest.mark.parametrize("stage", ["encode 3", "load_model 1", "eval_step 2"])
-def test_a_signal_before_the_first_step_leaves_no_checkpoint_and_the_next_launch_begins_anew(
+@pytest.mark.parametrize(
+    "stage", ["load_model 1", *(pytest.param(s, marks=pytest.mark.slow) for s in ("encode 3", "eval_step 2"))]
+)
+def test_signal_before_the_first_step_leaves_no_checkpoint_and_the_next_launch_restarts(
     stage: str, train: Train, never_stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     monkeypatch.setenv("FTCLI_CACHE", str(tmp_path / "cache"))  # rows are encoded anew
-    code, said = train(run, SIGNAL_AT=stage, SIGNALS="SIGTERM")
-    assert code == 75 and "stopped as asked before" in said
+    code, output = train(run, SIGNAL_AT=stage, SIGNALS="SIGTERM")
+    assert code == 75 and "stopped on request before" in output
     assert_stopped(run, 0)
-    assert told(run) == [] and not (run / "errors").exists()
-    code, said = train(run)
-    assert code == 0, said
+    assert stable_metrics(run) == [] and not (run / "errors").exists()
+    code, output = train(run)
+    assert code == 0, output
     assert_same_run(run, never_stopped)
 
 
-def test_a_run_that_was_stopped_before_its_first_step_blocks_no_other(
+@pytest.mark.slow
+def test_run_stopped_before_its_first_step_does_not_block_its_folder(
     inputs: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(tmp_path / "run", SIGNAL_AT="load_model 1", SIGNALS="SIGTERM")[0] == 75
@@ -206,81 +194,79 @@ def test_a_run_that_was_stopped_before_its_first_step_blocks_no_other(
     assert not end.value.code
 
 
-@pytest.mark.parametrize(("call", "step"), [(5, 2), (8, 4)])  # 3 calls at the start, 3 after step 2, 3 after the last
-def test_an_evaluation_is_cut_short_unrecorded_and_made_up_for(
+@pytest.mark.parametrize(
+    ("call", "step"), [(5, 2), pytest.param(8, 4, marks=pytest.mark.slow)]
+)  # 3 calls at the start, 3 after step 2, 3 after the last
+def test_signal_in_an_evaluation_drops_it_and_the_resume_repeats_it(
     call: int, step: int, train: Train, never_stopped: Path, tmp_path: Path
 ) -> None:
     run, calls = tmp_path / "run", tmp_path / "calls"
     code, _ = train(run, SIGNAL_AT=f"eval_step {call}", SIGNALS="SIGUSR1", CALLS=str(calls))
     assert code == 75
     assert_stopped(run, step)
-    assert [row["step"] for row in told(run) if "loss" not in row] == [0, 2][: step // 2]
+    assert [row["step"] for row in stable_metrics(run) if "loss" not in row] == [0, 2][: step // 2]
     assert not (run / "final").exists()
     assert Path(f"{calls}-0").read_text().count("eval_step") == call + 1  # the batch after it was agreed on
-    code, said = train(run)
-    assert code == 0, said
+    code, output = train(run)
+    assert code == 0, output
     assert_same_run(run, never_stopped)
 
 
-def test_the_checkpoint_of_an_evaluation_that_was_cut_short_becomes_the_best_when_it_is_made_up_for(
-    train: Train, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_keep_best_after_an_interrupted_evaluation_uses_the_repeated_one(train: Train, tmp_path: Path) -> None:
     run, best = tmp_path / "run", ("--set", "checkpoint.keep_best.metric=loss", "--set", "checkpoint.keep=1")
     keep = (*best, "--set", "checkpoint.keep_best.direction=max", "--set", "checkpoint.every_steps=1")
     assert train(run, *keep, SIGNAL_AT="eval_step 5", SIGNALS="SIGTERM")[0] == 75
     assert_stopped(run, 2)
     assert read_state(checkpoints_of(run)[-1])["metrics"] == {}
-    code, said = train(run, *keep)
-    assert code == 0, said
+    code, output = train(run, *keep)
+    assert code == 0, output
     assert [read_state(folder)["step"] for folder in checkpoints_of(run)] == [2, 4]  # the loss after step 2 is larger
-    assert all(damage(folder) == "" for folder in checkpoints_of(run))
-    (row,) = [row for row in told(run) if row["step"] == 2 and "loss" not in row]
+    assert all(find_damage(folder) == "" for folder in checkpoints_of(run))
+    (row,) = [row for row in stable_metrics(run) if row["step"] == 2 and "loss" not in row]
     assert {f"eval/{name}": value for name, value in read_state(checkpoints_of(run)[0])["metrics"].items()} == {
         name: value for name, value in row.items() if name != "step"
     }
 
 
-def test_a_signal_while_saving_leaves_a_whole_checkpoint(
+def test_signal_during_a_save_leaves_an_intact_checkpoint(
     train: Train, never_stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ftcli import checkpoint
+    from ftcli.training import checkpointing
 
-    run, publish = tmp_path / "run", checkpoint.publish
+    run, publish = tmp_path / "run", checkpointing.publish
 
     def interrupted(*arguments: Any) -> None:
         if not checkpoints_of(run):
             signal.raise_signal(signal.SIGTERM)
         publish(*arguments)
 
-    monkeypatch.setattr(checkpoint, "publish", interrupted)
-    code, said = train(run, "--set", "checkpoint.every_steps=1")
-    assert code == 75, said
+    monkeypatch.setattr(checkpointing, "publish", interrupted)
+    code, output = train(run, "--set", "checkpoint.every_steps=1")
+    assert code == 75, output
     assert_stopped(run, 2)  # the request was heard after the message of step 1 had left
     assert len(checkpoints_of(run)) == 2
     assert train(run, "--set", "checkpoint.every_steps=1")[0] == 0
     assert_same_run(run, never_stopped)
 
 
-def test_a_signal_while_the_final_weights_are_written_lets_the_run_finish(
-    train: Train, never_stopped: Path, tmp_path: Path
-) -> None:
-    code, said = train(tmp_path / "run", SIGNAL_AT="save_processor 1", SIGNALS="SIGTERM")
-    assert code == 0, said
+def test_signal_during_the_final_weights_lets_the_run_finish(train: Train, never_stopped: Path, tmp_path: Path) -> None:
+    code, output = train(tmp_path / "run", SIGNAL_AT="save_processor 1", SIGNALS="SIGTERM")
+    assert code == 0, output
     assert_same_run(tmp_path / "run", never_stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [("SIGTERM", -15), *(pytest.param(n, c, marks=pytest.mark.slow) for n, c in (("SIGUSR1", -10), ("SIGINT", 130)))],
 )
-def test_a_second_signal_ends_the_run_at_once_as_any_process(
-    number: str, code: int, inputs: Path, tmp_path: Path
-) -> None:
-    line = ("ftcli", "train", "recipe.yaml", "--output", tmp_path / "run")
+def test_second_signal_ends_the_process_at_once(number: str, code: int, inputs: Path, tmp_path: Path) -> None:
+    line = ("train", "recipe.yaml", "--output", tmp_path / "run")
     first = "SIGUSR1" if number == "SIGTERM" else "SIGTERM"
-    result = shell(inputs, *line, SIGNAL_AT="loss 5", SIGNALS=f"{first} {number}")
-    assert result.returncode == code, result.stderr
-    assert f"{first}: stopping after the current step; a second signal ends it at once" in result.stderr
+    ended = run_forked(inputs, *line, SIGNAL_AT="loss 5", SIGNALS=f"{first} {number}")
+    assert ended.code == code, ended.err
+    assert f"{first}: stopping after the current step; a second signal ends the run at once" in ended.err
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["exit_code"]) == ("failed", 128 + signal.Signals[number])
     assert status["error"] == f"ended by a second signal ({number})"
@@ -298,77 +284,93 @@ def requeue(inputs: Path, *command: object, **more: str) -> str:
     return result.stdout.splitlines()[-1]
 
 
-def test_requeued_after_each_step_by_a_time_limit_the_run_is_the_one_never_stopped(
+@pytest.mark.slow
+def test_requeue_after_each_step_by_max_minutes_gives_the_same_run(
     inputs: Path, never_stopped: Path, tmp_path: Path
 ) -> None:
-    line = ("ftcli", "train", "recipe.yaml", "--output", tmp_path / "run", "--resume", "auto")
-    assert requeue(inputs, *line, "--set", "train.max_minutes=0.0001") == "launches 4"  # the last evaluation is cut
+    line = ("train", "recipe.yaml", "--output", tmp_path / "run", "--resume", "auto")
+    codes = []
+    while codes[-1:] != [0] and len(codes) < 9:
+        codes.append(run_forked(inputs, *line, "--set", "train.max_minutes=0.0001").code)
+    assert codes == [75, 75, 75, 75, 0]  # the last evaluation is cut
     assert_same_run(tmp_path / "run", never_stopped)
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
-def test_a_signal_to_every_process_of_a_job_stops_two_ranks_at_one_step(
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
+def test_signal_to_every_process_of_a_job_stops_two_ranks_at_one_step(
     number: str, inputs: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     trouble = {"SIGNALS": number, "STOP_FILE": str(run / "stop"), "WHOLE_TREE": "1"}
     result = shell(inputs, *on_two("ddp", run), SIGNAL_AT="loss 3", **trouble)
     assert result.returncode == 75, result.stderr
-    assert f"stopped as asked after step 3 of 4 ({number})" in result.stderr
+    assert f"stopped on request after step 3 of 4 ({number})" in result.stderr
     assert_stopped(run, 3)
     assert not _processes_of(run)
 
 
-def test_a_signal_while_ranks_load_ends_them_at_once(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_signal_while_ranks_load_ends_them_at_once(inputs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = shell(inputs, *on_two("ddp", run), SIGNAL_AT="load_model 1", SIGNALS="SIGTERM", LOADS_FOR="150")
     assert result.returncode == 75, result.stderr
-    assert "stopped as asked before the first step, nothing to save (SIGTERM)" in result.stderr
+    assert "stopped on request before the first step, nothing to save (SIGTERM)" in result.stderr
     assert_stopped(run, 0)
     assert not _processes_of(run)
 
 
 def resumed_is_never_stopped(inputs: Path, tmp_path: Path, profile: str, *stops: dict[str, str]) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
-    assert shell(inputs, *on_two(profile, whole)).returncode == 0
+    run_on_cpu(train_here, inputs, whole, [], profile=profile)
     for trouble in stops:
         result = shell(inputs, *on_two(profile, run), STOP_FILE=str(run / "stop"), **trouble)
         assert result.returncode == 75, result.stderr
-        assert damage(checkpoints_of(run)[-1]) == ""
-    result = shell(inputs, *on_two(profile, run))
-    assert result.returncode == 0, result.stderr
+        assert find_damage(checkpoints_of(run)[-1]) == ""
+    run_on_cpu(train_here, inputs, run, [], profile=profile)
     assert_same_run(run, whole)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("profile", "signals"), [("ddp", 3), ("fsdp", 2), ("zero3", 2)])
+@pytest.mark.parametrize(("profile", "first", "last"), [("ddp", 0, 3), ("fsdp", 1, 2), ("zero3", 1, 2)])
 def test_two_ranks_stopped_by_each_signal_go_on_bit_for_bit(
-    profile: str, signals: int, inputs: Path, tmp_path: Path
+    profile: str, first: int, last: int, inputs: Path, tmp_path: Path
 ) -> None:
     calls = tmp_path / "calls"
     stops: list[dict[str, str]] = [
         {"SIGNAL_AT": "loss 1", "SIGNALS": "SIGINT"},
-        {"SIGNAL_AT": "eval_step 1", "SIGNALS": "SIGTERM", "CALLS": str(calls)},  # after step 2
+        # A first launch also evaluates before step 1, in two calls per rank. This one stops after step 2.
+        {"SIGNAL_AT": f"eval_step {1 if first == 0 else 3}", "SIGNALS": "SIGTERM", "CALLS": str(calls)},
         {"SIGNAL_AT": "loss 1", "SIGNALS": "SIGUSR1", "WHOLE_TREE": "1"},
     ]
-    resumed_is_never_stopped(inputs, tmp_path, profile, *stops[:signals])  # the parent hears of no profile
+    # Every launch imports for itself: all signals under one profile, and one under each other.
+    resumed_is_never_stopped(inputs, tmp_path, profile, *stops[first:last])
     seen = [Path(f"{calls}-{rank}").read_text() for rank in (0, 1)]
-    assert seen[0] == seen[1] and seen[0].count("eval_step") == 2  # both left after the same batch
+    assert seen[0] == seen[1]  # both left after the same batch
+    assert seen[0].count("eval_step") == (2 if first == 0 else 4)
+
+
+def train_here(inputs: Path, output: Path, overrides: list[str]) -> None:
+    """Train on this rank of several with `--resume auto`, as a process of a bare launch does."""
+    from ftcli.launch import launcher
+
+    os.chdir(inputs)
+    launcher.train("recipe.yaml", output=output, overrides=overrides, cpu=True, resume="auto")
 
 
 @pytest.mark.slow
-def test_two_ranks_requeued_by_a_time_limit_finish(inputs: Path, tmp_path: Path) -> None:
-    two = ("--set", "train.max_steps=2")
-    assert shell(inputs, *on_two("fsdp", tmp_path / "whole"), *two).returncode == 0
-    line = (*on_two("fsdp", tmp_path / "run"), *two, "--set", "train.max_minutes=0.0001")
+def test_requeue_of_two_ranks_by_max_minutes_gives_the_same_run(inputs: Path, tmp_path: Path) -> None:
+    two = "train.max_steps=2"
+    run_on_cpu(train_here, inputs, tmp_path / "whole", [two], profile="fsdp")
+    line = (*on_two("fsdp", tmp_path / "run"), "--set", two, "--set", "train.max_minutes=0.0001")
     assert requeue(inputs, *line) == "launches 2"
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["SIGINT", "SIGUSR1"])
-def test_a_second_signal_ends_launched_ranks(first: str, inputs: Path, tmp_path: Path) -> None:
+def test_second_signal_ends_launched_ranks(first: str, inputs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = subprocess.Popen(
         [sys.executable, "-m", *map(str, on_two("ddp", run))],
@@ -397,7 +399,7 @@ def on_bare(run: Path) -> tuple[object, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "step"), [("loss 2", 2), ("load_model 1", 0)])
-def test_under_a_bare_launch_a_signal_to_one_rank_stops_both_and_status_json_says_so(
+def test_bare_launch_signal_to_one_rank_stops_both_and_writes_exit_code_75(
     stage: str, step: int, inputs: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -1,6 +1,6 @@
 """Commits of models and data sets on the hub: a run keeps those that it was trained with, whatever main is later.
 
-The hub is its cache on this machine, as a fetch leaves it, and nothing is asked for over a network.
+The tests use the hub's cache on this machine, as `ftcli fetch` leaves it, and no network.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ import torch
 import yaml
 
 from ftcli import testing
-from ftcli.__main__ import main
-from ftcli.checkpoint_folder import checkpoints_of, read_state
-from ftcli.checks import check
-from ftcli.errors import InputError
-from ftcli.hub_data import hub_builder, read_hub
-from ftcli.recipe import Source
-from ftcli.recipe_file import load_recipe
-from ftcli.revisions import COMMITS, commit_of, for_ranks, resolve
-from ftcli.run_folder import RunFolder
+from ftcli.checkpoint.folder import read_state
+from ftcli.config.load import load_recipe
+from ftcli.config.recipe_inputs import Source
+from ftcli.data.hub_commits import COMMITS, commit_of
+from ftcli.data.hub_data import hub_builder, read_hub
+from ftcli.data.revisions import commit_environment, resolve
+from ftcli.reports.check import check
+from ftcli.runtime.checkpoint_names import checkpoints_of
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.run_folder import RunFolder
+
+from ..support.runner import RunCli
 
 OLD, NEW = "a" * 40, "b" * 40
 RECIPE: dict[str, Any] = {
@@ -41,7 +44,7 @@ RECIPE: dict[str, Any] = {
 
 
 def point(commit: str, kind: str = "models", name: str = "org/tiny", ref: str = "main") -> None:
-    """Let a branch of a repository in the hub's cache name a commit."""
+    """Point a branch of a repository in the hub's cache to a commit."""
     refs = Path(os.environ["HF_HUB_CACHE"], f"{kind}--{name.replace('/', '--')}", "refs")
     refs.mkdir(parents=True, exist_ok=True)
     (refs / ref).write_text(commit)
@@ -73,24 +76,22 @@ def folder(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.fixture
-def ftcli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def ftcli(run_cli: RunCli) -> Callable[..., tuple[int, str]]:
     def run(*arguments: object) -> tuple[int, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out + said.err
+        ended = run_cli(*arguments)
+        return ended.code, ended.text
 
     return run
 
 
-def test_an_adapter_run_keeps_the_commit_of_its_base_in_every_file_and_command(
+@pytest.mark.slow
+def test_adapter_run_records_and_uses_the_commit_of_its_base_everywhere(
     folder: Path, hub: Path, ftcli: Callable[..., tuple[int, str]]
 ) -> None:
     line = f"model org/tiny: revision main, commit {OLD}"
     assert check("recipe.yaml").facts["model at"] == line.removeprefix("model ")
-    code, said = ftcli("train", "recipe.yaml", "--output", "run")
-    assert code == 0 and line in said, said
+    code, output = ftcli("train", "recipe.yaml", "--output", "run")
+    assert code == 0 and line in output, output
     entry = {"key": "model", "name": "org/tiny", "revision": None, "commit": OLD}
     (first, last) = checkpoints_of(folder / "run")
     assert read_state(last)["resolution"] == [entry]
@@ -102,18 +103,18 @@ def test_an_adapter_run_keeps_the_commit_of_its_base_in_every_file_and_command(
     before = ftcli(*answers)
     point(NEW)
     assert ftcli(*answers) == before and before[0] == 0
-    code, said = ftcli("export", "run", "merged", "--merge")
-    assert code == 0 and "its logits are within" in said, said
+    code, output = ftcli("export", "run", "merged", "--merge")
+    assert code == 0 and "its logits are within" in output, output
 
-    shutil.rmtree(last)  # the run goes on from its first step, though main has moved
-    shutil.copytree("run/final", "wanted")
+    shutil.rmtree(last)  # the run resumes after its first step, though main has moved
+    shutil.copytree("run/final", "expected")
     RunFolder("run").write_status("running", 1, 0)
-    code, said = ftcli("train", "recipe.yaml", "--output", "run", "--resume", "auto")
-    assert code == 0 and "goes on after step 1" in said and line in said, said
+    code, output = ftcli("train", "recipe.yaml", "--output", "run", "--resume", "auto")
+    assert code == 0 and "resumed after step 1" in output and line in output, output
     adapter = "adapter_model.safetensors"
-    assert Path("run/final", adapter).read_bytes() == Path("wanted", adapter).read_bytes()
-    code, said = ftcli("train", "recipe.yaml", "--output", "x", "--resume", first, "--set", "model.revision=main")
-    assert code == 2 and f"model.revision: '{OLD}' -> '{NEW}'" in said
+    assert Path("run/final", adapter).read_bytes() == Path("expected", adapter).read_bytes()
+    code, output = ftcli("train", "recipe.yaml", "--output", "x", "--resume", first, "--set", "model.revision=main")
+    assert code == 2 and f"model.revision: '{OLD}' -> '{NEW}'" in output
 
     config = Path("run/final/adapter_config.json")  # as older versions wrote it
     config.write_text(json.dumps(json.loads(config.read_text()) | {"revision": None}))
@@ -125,28 +126,28 @@ def test_an_adapter_run_keeps_the_commit_of_its_base_in_every_file_and_command(
 def test_resolve_takes_stored_commits_for_the_same_words_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe("recipe.yaml", ["data.train=[{path: org/rows, revision: v1}, chats.jsonl]"])
     point(OLD, "datasets", "org/rows", "v1")
-    found = resolve(recipe)
-    assert [source.revision for source in found.recipe.data.train_sources] == [OLD, None]
-    assert [entry["commit"] for entry in found.entries] == [OLD, OLD]
+    resolved = resolve(recipe)
+    assert [source.revision for source in resolved.recipe.data.train_sources] == [OLD, None]
+    assert [entry["commit"] for entry in resolved.entries] == [OLD, OLD]
     point(NEW, "datasets", "org/rows", "v1")
     assert resolve(recipe).entries[1]["commit"] == NEW
-    assert resolve(recipe, {"resolution": found.entries}).entries == found.entries
-    assert [entry["commit"] for entry in resolve(found.recipe).entries] == [OLD, OLD]
+    assert resolve(recipe, {"resolution": resolved.entries}).entries == resolved.entries
+    assert [entry["commit"] for entry in resolve(resolved.recipe).entries] == [OLD, OLD]
     with monkeypatch.context() as patch:  # a launched rank takes what its parent found
-        for name, value in for_ranks(found).items():
+        for name, value in commit_environment(resolved).items():
             patch.setenv(name, value)
         commit_of.cache_clear()
-        assert resolve(recipe).entries == found.entries and COMMITS in os.environ
+        assert resolve(recipe).entries == resolved.entries and COMMITS in os.environ
     commit_of.cache_clear()
     unknown = resolve(recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": "org/unheard-of"})}))
     assert unknown.recipe.model.revision is None
-    assert unknown.lines()[0] == "model org/unheard-of: revision main, whose commit is not known on this machine"
+    assert unknown.lines()[0] == "model org/unheard-of: revision main, commit unknown on this machine"
 
 
-def test_another_commit_of_a_data_set_than_the_wanted_one_is_never_read(
+def test_read_hub_of_another_commit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a network `datasets` reads the newest copy on this machine, whatever revision it is asked for."""
+    """Without a network, `datasets` reads the newest copy on this machine and ignores the requested revision."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
@@ -166,6 +167,8 @@ def test_another_commit_of_a_data_set_than_the_wanted_one_is_never_read(
         read.download_and_prepare()
         assert read.as_dataset(split="train")["text"][0] == commit
     assert read_hub(Source(path="org/rows", revision=OLD))["text"][0] == OLD
-    assert "data set org/rows is stored as json" in capsys.readouterr().err  # its values may not be those of the files
-    with pytest.raises(InputError, match=f"commit {'c' * 40} is wanted, and this machine has commit {NEW}"):
+    assert (
+        "data set org/rows is stored as json and read through the library datasets" in capsys.readouterr().err
+    )  # its values may not be those of the files
+    with pytest.raises(InputError, match=f"commit {'c' * 40} is needed, but this machine has commit {NEW}"):
         hub_builder("org/rows", None, "c" * 40)

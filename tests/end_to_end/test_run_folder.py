@@ -1,4 +1,4 @@
-"""What a run leaves behind, file by file, and what the other commands make of it. Tiny models, one process."""
+"""The files of a run folder, and the commands that read them. Tiny models, one process."""
 
 from __future__ import annotations
 
@@ -11,22 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
-from ftcli import __version__
-from ftcli.__main__ import main
-from ftcli.recipe_file import load_recipe
-from ftcli.run_folder import RunFolder
+from ftcli._version import __version__
+from ftcli.config.load import load_recipe
+from ftcli.runtime.run_folder import RunFolder
 
-from ..multiprocess.cells import write_inputs
+from ..support.recipes import recipe_values
+from ..support.runner import MakeInputs, RunCli
 
-SFT: dict[str, Any] = {
-    "task": "sft",
-    "model": {"name": "tied", "dropout": 0.0},
-    "data": {"train": "chats.jsonl", "eval_rows": 5, "max_length": 128},
-    "batch": {"global_size": 6, "micro_size": 3},
-    "train": {"max_steps": 4},
-    "optimizer": {"learning_rate": 5e-3},
-    "evaluate": {"every_steps": 2},
-}
+SFT = recipe_values(
+    evaluate={"every_steps": 2},
+)
 LORA = {"adapter": {"type": "lora", "r": 3, "lora_alpha": 6}}
 TEXT = {
     "task": "text_classification",
@@ -38,6 +32,7 @@ FILES = {
     "recipe.yaml",
     "profile.yaml",
     "environment.json",
+    "events.jsonl",
     "metrics.jsonl",
     "status.json",
     "probe.safetensors",
@@ -50,10 +45,10 @@ OWN_TASK = '''
 """A task of the user's own: the text's length as its label, on the parts of text_classification."""
 import numpy as np
 from pydantic import BaseModel, ConfigDict
-from ftcli.losses import cross_entropy_rows
-from ftcli.models import load_model, load_tokenizer
+from ftcli.models.losses import cross_entropy_rows
+from ftcli.models.load import load_model; from ftcli.models.tokenizer import load_tokenizer
 from ftcli.tasks import text_classification as text
-from ftcli.tasks.labels import classification_rows
+from ftcli.tasks.shared.classification import classification_rows
 
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -94,35 +89,21 @@ class Task:
         return {"loss": float(rows["loss"].sum() / rows["items"].sum()), "long": float(np.mean(rows["prediction"]))}
 '''
 
-Ftcli = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    (folder / "my_task.py").write_text(OWN_TASK)
-    return folder
+def inputs(make_inputs: MakeInputs) -> Path:
+    return make_inputs({"my_task.py": OWN_TASK})
 
 
 @pytest.fixture
-def ftcli(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ftcli:
-    """Return a function that runs one command line in this process and gives (exit code, stdout, stderr)."""
+def ftcli(inputs: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli) -> RunCli:
+    """Return `run_cli` in the folder of inputs."""
     monkeypatch.chdir(inputs)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
-
-    return run
+    return run_cli
 
 
 @pytest.fixture
-def train(tmp_path: Path, ftcli: Ftcli) -> Callable[..., Path]:
+def train(tmp_path: Path, ftcli: RunCli) -> Callable[..., Path]:
     """Return a function that trains the small recipe with changes and gives the run folder."""
 
     def run(changes: dict[str, Any], *arguments: object) -> Path:
@@ -145,15 +126,15 @@ def rows_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return [row for row in rows if "loss" in row], [row for row in rows if "loss" not in row]
 
 
-def test_a_run_leaves_exactly_these_files(train: Callable[..., Path], ftcli: Ftcli) -> None:
+def test_train_writes_exactly_these_files(train: Callable[..., Path], ftcli: RunCli) -> None:
     run = train({})
     assert names(run) == FILES | {"final"}
     assert names(run / "final") == WEIGHTS | TOKENIZER | {"README.md"}
     training, evaluations = rows_of(run)
     assert [row["step"] for row in training] == [1, 2, 3, 4]
-    wanted = {"step", "loss", "grad_norm", "learning_rate", "items", "samples", "epoch", "seconds"}
+    expected = {"step", "loss", "grad_norm", "learning_rate", "items", "samples", "epoch", "seconds"}
     speed = {"tokens_per_second", "rows_per_second", "data_wait_share", "peak_memory_gb"}
-    assert all(set(row) == wanted | speed for row in training)
+    assert all({key for key in row if not key.startswith("load/")} == expected | speed for row in training)
     assert all(row["items"] > 0 and row["samples"] > 0 and 0 <= row["data_wait_share"] <= 1 for row in training)
     assert [row["step"] for row in evaluations] == [2, 4]
     assert all(set(row) == {"step", "eval/loss", "eval/perplexity"} for row in evaluations)
@@ -187,7 +168,7 @@ def test_a_run_leaves_exactly_these_files(train: Callable[..., Path], ftcli: Ftc
     _refuses_an_export_of_other_weights(run, ftcli)
 
 
-def _refuses_an_export_of_other_weights(run: Path, ftcli: Ftcli) -> None:
+def _refuses_an_export_of_other_weights(run: Path, ftcli: RunCli) -> None:
     """Change one weight of the trained model; the comparison of logits must see it and leave nothing behind."""
     from safetensors.torch import load_file, save_file
 
@@ -197,16 +178,20 @@ def _refuses_an_export_of_other_weights(run: Path, ftcli: Ftcli) -> None:
     before = names(run.parent)
     code, out, err = ftcli("export", run, run.parent / "exported")
     assert code == 1 and out == ""
-    assert "away from the trained model's" in err
+    assert "differ from those of the trained model" in err
     (run / "final" / "model.safetensors").write_bytes(b"rubbish")
     code, _, err = ftcli("export", run, run.parent / "exported", "--trust-remote-code")
     assert code == 2 and "model.safetensors is damaged" in err
     assert names(run.parent) == before
 
 
-@pytest.mark.parametrize("changes", [LORA, pytest.param(TEXT | LORA, marks=pytest.mark.slow)], ids=["sft", "text"])
-def test_an_adapter_is_exported_as_it_is_and_merged(
-    changes: dict[str, Any], train: Callable[..., Path], ftcli: Ftcli
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(LORA, marks=pytest.mark.slow), pytest.param(TEXT | LORA, marks=pytest.mark.slow)],
+    ids=["sft", "text"],
+)
+def test_export_of_an_adapter_with_and_without_merge_succeeds(
+    changes: dict[str, Any], train: Callable[..., Path], ftcli: RunCli
 ) -> None:
     run = train(changes)
     assert names(run / "final") >= ADAPTER and "model.safetensors" not in names(run / "final")
@@ -222,12 +207,13 @@ def test_an_adapter_is_exported_as_it_is_and_merged(
         assert names(target) >= ({"model.safetensors", "config.json"} if merge else ADAPTER)
         assert merge != (names(target) >= ADAPTER)
     code, _, err = ftcli("export", run, target)
-    assert code == 2 and "already holds something" in err
+    assert code == 2 and "is not an empty folder" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, IMAGE], ids=["sft", "image"])
-def test_a_whole_model_is_exported_and_has_nothing_to_merge(
-    changes: dict[str, Any], train: Callable[..., Path], ftcli: Ftcli
+def test_export_of_a_full_model_succeeds_and_merge_is_refused(
+    changes: dict[str, Any], train: Callable[..., Path], ftcli: RunCli
 ) -> None:
     run = train(changes)
     (run.parent / "exported.tmp").mkdir()
@@ -237,14 +223,14 @@ def test_a_whole_model_is_exported_and_has_nothing_to_merge(
     assert (run.parent / "exported.tmp" / "notes.txt").exists()
     assert {"model.safetensors", "config.json"} <= names(run.parent / "exported")
     code, _, err = ftcli("export", run, run.parent / "merged", "--merge")
-    assert code == 2 and "--merge is for adapter runs" in err
+    assert code == 2 and "--merge: this run trained the whole model" in err
     code, _, err = ftcli("generate", run, "--prompt", "alpha", "--max-new-tokens", 2)
     assert code == (2 if changes else 0), err
-    assert not changes or "did not train a model that generates text" in err
+    assert not changes or "does not generate text" in err
 
 
-def test_several_sources_have_a_loss_each_in_the_steps_that_have_their_rows(
-    inputs: Path, train: Callable[..., Path], ftcli: Ftcli
+def test_metrics_of_several_sources_have_a_loss_each_in_steps_with_their_rows(
+    inputs: Path, train: Callable[..., Path], ftcli: RunCli
 ) -> None:
     chats = (inputs / "chats.jsonl").read_text().splitlines(keepends=True)
     (inputs / "many.jsonl").write_text("".join(chats[:40]))
@@ -263,30 +249,82 @@ def test_several_sources_have_a_loss_each_in_the_steps_that_have_their_rows(
     training, evaluations = rows_of(run)
     keys = {"train/many/loss", "train/rare/loss"}
     assert "train/many/loss" in training[0] and all(row["train/many/loss"] > 0 for row in training)
-    told = [keys & set(row) for row in training]
-    assert {"train/many/loss"} in told  # 42 rows in steps of 6, two of them rare: most steps have none
+    lines = [keys & set(row) for row in training]
+    assert {"train/many/loss"} in lines  # 42 rows in steps of 6, two of them rare: most steps have none
     assert all(row["loss"] == pytest.approx(row["train/many/loss"]) for row in training if len(keys & set(row)) == 1)
     assert {"eval/many/loss", "eval/rare/loss"} <= set(evaluations[0])
     first, last = training[0]["train/many/loss"], training[-1]["train/many/loss"]
     assert f"loss     many: {first:.4f} at step 1, {last:.4f} at step 4\n" in ftcli("show", run)[1]
 
 
-def test_tensorboard_gets_the_rows_when_asked(train: Callable[..., Path]) -> None:
+def test_train_with_tracker_tensorboard_writes_its_rows(train: Callable[..., Path]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = train({"log": {"trackers": ["tensorboard"]}})
     events = list(run.rglob("events.out.tfevents.*"))
-    found = {}
+    scalars = {}
     for path in events:
         accumulator = EventAccumulator(str(path))
         accumulator.Reload()
-        found |= {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
+        scalars |= {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
     training, evaluations = rows_of(run)
-    assert [event.value for event in found["loss"]] == pytest.approx([row["loss"] for row in training])
-    assert [event.step for event in found["eval/loss"]] == [row["step"] for row in evaluations]
+    assert [event.value for event in scalars["loss"]] == pytest.approx([row["loss"] for row in training])
+    assert [event.step for event in scalars["eval/loss"]] == [row["step"] for row in evaluations]
 
 
-def test_a_dry_run_does_two_steps_an_evaluation_and_a_save(train: Callable[..., Path]) -> None:
+def test_train_with_log_report_writes_the_report(train: Callable[..., Path]) -> None:
+    run = train({"log": {"report": True}, "train": {"max_steps": 2}})
+    assert names(run) == FILES | {"final", "report.html"}
+    events = [(row["event"], row["step"]) for row in map(json.loads, (run / "events.jsonl").read_text().splitlines())]
+    assert events == [("launch", 0), ("checkpoint", 2)]
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "no profile (NO), processes: 1, device: cpu" in page and "Loss per item" in page
+
+
+@pytest.mark.parametrize(
+    "profile", [(), pytest.param(("--profile", "ddp", "--num-processes", "2", "--cpu"), marks=pytest.mark.slow)]
+)
+def test_train_that_fails_writes_the_report_of_its_own_run(
+    profile: tuple[str, ...], tmp_path: Path, ftcli: RunCli
+) -> None:
+    (tmp_path / "failing.py").write_text(
+        "from ftcli.tasks import sft\nOptions = sft.Options\n\nclass Task(sft.Task):\n    calls = 0\n\n"
+        "    def loss(self, *arguments):\n        self.calls += 1\n"
+        "        if self.calls > 2: raise RuntimeError('the task fails')\n        return super().loss(*arguments)\n"
+    )
+    changes = {"task": str(tmp_path / "failing.py"), "log": {"report": True, "every_steps": 1}}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SFT | changes))
+    run = tmp_path / "run"
+    code, _, err = ftcli("train", tmp_path / "small.yaml", "--output", run, *profile)
+    assert code == 1 and f"report: {run / 'report.html'}" in err, err
+    assert "failed at step" in (run / "report.html").read_text(encoding="utf-8")
+    (run / "report.html").unlink()
+    code, _, err = ftcli("train", tmp_path / "small.yaml", "--output", run, *profile)  # after the status "failed"
+    assert code == 2 and "already holds a run" in err and not (run / "report.html").exists()
+
+
+def test_train_that_fails_in_its_first_step_writes_no_report(tmp_path: Path, ftcli: RunCli) -> None:
+    (tmp_path / "failing.py").write_text(
+        "from ftcli.tasks import sft\nOptions = sft.Options\n\nclass Task(sft.Task):\n"
+        "    def loss(self, *arguments):\n        raise RuntimeError('the task fails')\n"
+    )
+    changes = {"task": str(tmp_path / "failing.py"), "log": {"report": True}, "evaluate": {"every_steps": 1}}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SFT | changes))
+    code, _, err = ftcli("train", tmp_path / "small.yaml", "--output", tmp_path / "run")
+    assert code == 1 and "the task fails" in err and "report" not in err
+
+
+def test_train_whose_report_fails_says_so_in_one_line_and_exits_with_0(tmp_path: Path, ftcli: RunCli) -> None:
+    (tmp_path / "run" / "report.html").mkdir(parents=True)
+    changes = {"log": {"report": True}, "train": {"max_steps": 1}}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SFT | changes))
+    code, out, err = ftcli("train", tmp_path / "small.yaml", "--output", tmp_path / "run")
+    assert code == 0 and out == f"{tmp_path / 'run'}\n"
+    (line,) = [line for line in err.splitlines() if "the report could not" in line]
+    assert line.startswith("ftcli: the report could not be written: ") and "is a directory" in line
+
+
+def test_dry_run_does_two_steps_an_evaluation_and_a_save(train: Callable[..., Path]) -> None:
     run = train({"schedule": {"warmup_steps": 3}, "train": {"epochs": 2.0}}, "--dry-run")
     assert names(run.parent) == {"small.yaml", "run-dry-run"}
     training, evaluations = rows_of(run)
@@ -294,7 +332,7 @@ def test_a_dry_run_does_two_steps_an_evaluation_and_a_save(train: Callable[..., 
     assert "model.safetensors" in names(run / "final")
 
 
-def test_after_a_dry_run_the_same_command_trains_in_earnest(inputs: Path, ftcli: Ftcli) -> None:
+def test_train_after_a_dry_run_succeeds(inputs: Path, ftcli: RunCli) -> None:
     (inputs / "twice.yaml").write_text(yaml.safe_dump(SFT))
     for _ in range(2):
         code, out, err = ftcli("train", "twice.yaml", "--dry-run")
@@ -308,7 +346,8 @@ def test_after_a_dry_run_the_same_command_trains_in_earnest(inputs: Path, ftcli:
     shutil.rmtree("runs")
 
 
-def test_a_users_own_task_trains_without_any_other_change(train: Callable[..., Path], ftcli: Ftcli) -> None:
+@pytest.mark.slow
+def test_train_with_an_own_task_file_succeeds(train: Callable[..., Path], ftcli: RunCli) -> None:
     run = train(TEXT | {"task": "./my_task.py", "task_options": {"long_from": 30}})
     training, evaluations = rows_of(run)
     assert len(training) == 4 and set(evaluations[-1]) == {"step", "eval/loss", "eval/long"}
@@ -319,6 +358,6 @@ def test_a_users_own_task_trains_without_any_other_change(train: Callable[..., P
     assert code == 2 and "unknown key 'long' in task_options" in err and "long_from" in err
 
 
-def test_the_version_of_ftcli_is_in_the_environment_when_it_is_installed(ftcli: Ftcli) -> None:
+def test_environment_json_has_the_version_of_an_installed_ftcli(ftcli: RunCli) -> None:
     code, out, _ = ftcli("version")
     assert code == 0 and __version__ in out

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,24 @@ from pyarrow import parquet
 from safetensors.numpy import save_file
 
 from ftcli.__main__ import main
-from ftcli.errors import MOST_PROBLEMS, RowError
-from ftcli.profile_keys import SECTIONS, TOP
-from ftcli.recipe_file import key_paths, list_recipes
-from ftcli.shipped import shipped_files
-from ftcli.text_files import parse_rows
+from ftcli.config.load import key_paths, list_recipes
+from ftcli.config.profile_schema import SECTIONS, TOP
+from ftcli.data.text_files import parse_rows
+from ftcli.runtime.errors import MOST_PROBLEMS, RowError
+from ftcli.runtime.resources import shipped_files
 
-from .mutations import mutate_bytes, mutate_lines, mutate_values
+from ..support.mutations import mutate_bytes, mutate_lines, mutate_values
 
 MOST_SECONDS = 5  # of this process, so that a busy machine changes nothing
 MOST_CHARACTERS = 2_200 * (MOST_PROBLEMS + 1)
 PROFILE_PATHS = [*TOP, *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)]
 CHATS = [{"prompt": f"question {n}", "completion": f'"answer", {n}\n'} for n in range(40)]
 TEXTS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(80)]
-DATA_OF = {"smoke/text_classification": "texts.jsonl", "smoke/pretrain": "texts.jsonl"}
+PAIRS = [{"prompt": f"question {n}", "chosen": f"answer {n}", "rejected": "no answer"} for n in range(240)]
+DATA_OF = {
+    **dict.fromkeys(("smoke/text_classification", "smoke/pretrain"), "texts.jsonl"),
+    **dict.fromkeys(("smoke/preference", "smoke/unpaired_preference", "smoke/reward"), "pairs.jsonl"),
+}
 CONFIG = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 259}
 # What a refusal names: a file, an option, or a key of a recipe or profile.
 NAMED = re.compile(
@@ -53,9 +58,9 @@ ALONE = ["--set", "data.eval=null", "--set", "evaluate.at_start=false"]
 
 @dataclass(frozen=True)
 class Case:
-    """One command line, the file that it reads mutated, and what was done to make it."""
+    """One command line with a mutated file, and a description of the mutation."""
 
-    told: str
+    description: str
     path: Path
     arguments: list[str]
 
@@ -96,7 +101,7 @@ def write_inputs(place: Path) -> None:
     for name, text in {"config": json.dumps(CONFIG), "tokenizer": "{}", "tokenizer_config": "{}"}.items():
         (place / "model" / f"{name}.json").write_text(text)
     save_file({"a.weight": np.zeros((4, 4), np.float32)}, place / "model" / "model.safetensors")
-    for name, rows in {"chats": CHATS, "texts": TEXTS}.items():
+    for name, rows in {"chats": CHATS, "texts": TEXTS, "pairs": PAIRS}.items():
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (place / f"{name}.json").write_text(json.dumps(rows, indent=1))
         for suffix, mark in {"csv": ",", "tsv": "\t"}.items():
@@ -114,18 +119,27 @@ def write_inputs(place: Path) -> None:
         (place / f"{name.replace('/', '_')}.yaml").write_text(re.sub(r"asset:\S+", data, text))
 
 
+@cache
+def shipped_names(kind: str) -> dict[str, Path]:
+    """Return name -> file of the shipped recipes or profiles."""
+    return list_recipes() if kind == "recipe" else shipped_files("accelerate_configs")
+
+
+recipe_paths = cache(key_paths)
+
+
 def case(seed: int, folder: Path) -> Case:
     """Return the case of a seed, its file written."""
     draw = random.Random(seed)
     kind = draw.choice(["recipe", "recipe", "profile", "data"])
     if kind == "data":
         return data_case(seed, folder, draw)
-    names = list_recipes() if kind == "recipe" else shipped_files("accelerate_configs")
+    names = shipped_names(kind)
     name = draw.choice(list(names))
     source = folder / f"{name.replace('/', '_')}.yaml" if kind == "recipe" else names[name]
     how, content = draw.choice(["bytes", "lines", "values", "values"]), source.read_bytes()
     if how == "values":
-        content = mutate_values(content, draw, key_paths() if kind == "recipe" else PROFILE_PATHS)
+        content = mutate_values(content, draw, recipe_paths() if kind == "recipe" else PROFILE_PATHS)
     else:
         content = mutate_bytes(content, draw) if how == "bytes" else mutate_lines(content, draw)
     path = folder / f"fuzzed-{kind}.yaml"
@@ -147,9 +161,9 @@ def data_case(seed: int, folder: Path, draw: random.Random) -> Case:
     return Case(f"seed {seed}: the data file {source.name}", path, ["check", f"{draw.choice(recipes)}.yaml", *given])
 
 
-def faults(found: Case, result: Result) -> list[str]:
+def faults(actual: Case, result: Result) -> list[str]:
     """Return what is wrong with how a command ended."""
-    told = [
+    log_lines = [
         f"exit code {result.code}" if result.code not in (0, 2) else "",
         "a traceback" if "Traceback" in result.err else "",
         f"took {result.seconds:.1f} s" if result.seconds > MOST_SECONDS else "",
@@ -157,10 +171,10 @@ def faults(found: Case, result: Result) -> list[str]:
         "no reason is given" if result.code == 2 and "error: " not in result.err else "",
     ]
     lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    told += [f"names no place: {line}" for line in lines if not NAMED.search(line)]
-    if found.path.stem == "fuzzed-data" and found.path.suffix != ".parquet":
-        told.append(lost_rows(found.path))
-    return [f"{found.told}: {text}\n{result.err[-2000:]}" for text in told if text]
+    log_lines += [f"names no place: {line}" for line in lines if not NAMED.search(line)]
+    if actual.path.stem == "fuzzed-data" and actual.path.suffix != ".parquet":
+        log_lines.append(lost_rows(actual.path))
+    return [f"{actual.description}: {text}\n{result.err[-2000:]}" for text in log_lines if text]
 
 
 def lost_rows(path: Path) -> str:
@@ -177,14 +191,14 @@ def lost_rows(path: Path) -> str:
 
 
 def fuzz(seeds: range, folder: Path) -> None:
-    found: list[str] = []
+    problems: list[str] = []
     codes: set[int] = set()
     for seed in seeds:
         each = case(seed, folder)
         result = run(each.arguments)
         codes.add(result.code)
-        found += faults(each, result)
-    assert not found, f"{len(found)} faults\n" + "\n".join(found[:5])
+        problems += faults(each, result)
+    assert not problems, f"{len(problems)} faults\n" + "\n".join(problems[:5])
     assert codes == {0, 2}
 
 

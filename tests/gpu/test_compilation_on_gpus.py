@@ -1,34 +1,34 @@
-"""Compiled layers give what they gave, in every architecture that is compiled unasked; a few minutes."""
+"""Compiled layers give the eager results, in every architecture that is compiled by default; a few minutes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ftcli.compilation import KNOWN
+from ftcli.models.architectures import model_types_with
 
-from ..unit.test_compilation import in_both_ways
+from ..unit.models.kernels.test_compile import in_both_ways
 from .test_attention_on_gpus import apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MOST, TIMES = 1e-4, 3.0  # in float32: distance; in bfloat16: times the distance of layers as they are from float32
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN))
-def test_compiled_layers_give_logits_and_gradients_of_layers_as_they_are(kind: str) -> None:
+@pytest.mark.parametrize("kind", sorted(model_types_with("compiles_layers")))
+def test_compiled_layers_give_logits_and_gradients_of_eager_layers(kind: str) -> None:
     exact, single, _ = in_both_ways(kind, "fp32", "cuda")
     own, half, graphs = in_both_ways(kind, "bf16", "cuda")
-    for wanted, found, plain, fast in zip(exact, single, own, half, strict=True):
-        assert float(apart(found[0], wanted[0]).max()) < MOST and float(apart(found[1], wanted[1])) < 10 * MOST
-        assert float(apart(fast[0], wanted[0]).max()) < TIMES * float(apart(plain[0], wanted[0]).max())
-        assert float(apart(fast[1], wanted[1])) < TIMES * float(apart(plain[1], wanted[1]))
+    for expected, actual, plain, fast in zip(exact, single, own, half, strict=True):
+        assert float(apart(actual[0], expected[0]).max()) < MOST and float(apart(actual[1], expected[1])) < 10 * MOST
+        assert float(apart(fast[0], expected[0]).max()) < TIMES * float(apart(plain[0], expected[0]).max())
+        assert float(apart(fast[1], expected[1])) < TIMES * float(apart(plain[1], expected[1]))
     assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each length"
 
 
-def test_a_row_much_shorter_or_longer_than_those_before_is_no_other_graph() -> None:
+def test_compiled_layers_with_much_shorter_or_longer_rows_compile_no_new_graph() -> None:
     rows = ([3000, 3000], [2600, 2610], [200, 120], [1500, 1500], [4300])
     sizes = {"hidden_size": 1024, "max_position_embeddings": 8192, "initializer_range": 0.02}
     plain, fast, graphs = in_both_ways("llama", "bf16", "cuda", rows, **sizes)
     assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each row"
-    for wanted, found in zip(plain, fast, strict=True):
-        assert float(apart(found[0], wanted[0]).max()) < 0.05 and float(apart(found[1], wanted[1])) < 0.05
+    for expected, actual in zip(plain, fast, strict=True):
+        assert float(apart(actual[0], expected[0]).max()) < 0.05 and float(apart(actual[1], expected[1])) < 0.05

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from ftcli.checkpoint_folder import checkpoints_of, damage
-from ftcli.run_folder import FLIGHT_RECORDER, RunFolder
+from ftcli.checkpoint.folder import find_damage
+from ftcli.runtime.checkpoint_names import checkpoints_of
+from ftcli.runtime.run_folder import FLIGHT_RECORDER, RunFolder
 
 from ..end_to_end.test_faults import RECIPE
-from ..multiprocess.cells import write_inputs
-from .launches import ftcli_on_gpus
+from ..support.launches import ftcli_on_gpus
+from ..support.runner import MakeInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -42,22 +42,18 @@ class Task(sft.Task):
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    (folder / "troubled.py").write_text(TASK)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    return folder
+def inputs(make_inputs: MakeInputs) -> Path:
+    return make_inputs({"troubled.py": TASK, "recipe.yaml": RECIPE})
 
 
-def test_a_full_gpu_is_told_with_the_micro_sizes_that_fit(inputs: Path, tmp_path: Path) -> None:
+def test_train_out_of_gpu_memory_error_lists_micro_sizes_that_fit(inputs: Path, tmp_path: Path) -> None:
     line = ("train", "recipe.yaml", "--profile", "single", "--set", "batch.micro_size=6")
     result = ftcli_on_gpus(inputs, *line, "--output", tmp_path / "run", FULL_AT="4")
     print(result.stderr)
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     assert "CUDA out of memory. Tried to allocate 4096.00 GiB" in result.stderr
     assert "set batch.micro_size to 1 or 2 or 3" in result.stderr
-    assert damage(checkpoints_of(tmp_path / "run")[-1]) == ""
+    assert find_damage(checkpoints_of(tmp_path / "run")[-1]) == ""
     result = ftcli_on_gpus(inputs, *line, "--resume", "auto", "--output", tmp_path / "run")
     assert result.returncode == 0 and RunFolder(tmp_path / "run").status()["state"] == "done", result.stderr
 
@@ -65,16 +61,14 @@ def test_a_full_gpu_is_told_with_the_micro_sizes_that_fit(inputs: Path, tmp_path
 @TWO
 @pytest.mark.parametrize("profile", ["ddp", "fsdp"])
 @pytest.mark.timeout(300)
-def test_a_collective_that_one_rank_never_joins_leaves_where_each_stood(
-    profile: str, inputs: Path, tmp_path: Path
-) -> None:
+def test_hanging_collective_writes_the_position_of_each_rank(profile: str, inputs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     line = ("train", "recipe.yaml", "--profile", profile, "--num-processes", 2, "--output", run)
     result = ftcli_on_gpus(inputs, *line, HANG_AT="1:5")
     print(result.stderr)
     assert result.returncode not in (0, 2, 75), result.stderr
     assert (run / f"{FLIGHT_RECORDER}0").exists() and "a collective timed out; where" in result.stderr, result.stderr
-    assert damage(checkpoints_of(run)[-1]) == ""
+    assert find_damage(checkpoints_of(run)[-1]) == ""
     result = ftcli_on_gpus(inputs, *line, "--resume", "auto")
     assert result.returncode == 0 and RunFolder(run).status()["state"] == "done", result.stderr
     assert not list(run.glob(f"{FLIGHT_RECORDER}*")), "of an earlier attempt"

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ftcli import adamw_bf16
-from ftcli import linear_nll as room
-from ftcli.adamw_bf16 import AdamWBf16
-from ftcli.linear_nll import linear_nll
+from ftcli.models.kernels import linear_cross_entropy as room
+from ftcli.models.kernels import linear_regularizers
+from ftcli.models.kernels.linear_cross_entropy import linear_nll
+from ftcli.training.optim import adamw_bf16
+from ftcli.training.optim.adamw_bf16 import AdamWBf16
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 N, H, V = 1000, 64, 1600
@@ -26,17 +27,17 @@ CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of t
 
 @pytest.fixture(autouse=True)
 def pieces_of_300_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(room, "PIECE", 300 * V)
-    monkeypatch.setattr(room, "WORTH", 0)
+    monkeypatch.setattr(room, "MAX_LOGITS_PER_CHUNK", 300 * V)
+    monkeypatch.setattr(room, "MIN_LOGITS_TO_COMPILE", 0)
     yield
     torch.cuda.set_sync_debug_mode("default")
 
 
-def head(held: torch.dtype, autocast: torch.dtype | None) -> Callable[[], list[Tensor]]:
+def head(weight_dtype: torch.dtype, autocast: torch.dtype | None) -> Callable[[], list[Tensor]]:
     """Return what gives the likelihoods and both gradients of one head, the same at every call."""
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, H, generator=draw).cuda().to(held).requires_grad_()
-    weight = torch.randn(V, H, generator=draw).cuda().to(held).requires_grad_()
+    hidden = torch.randn(N, H, generator=draw).cuda().to(weight_dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=draw).cuda().to(weight_dtype).requires_grad_()
     targets = torch.randint(0, V, (N,), generator=draw)
     targets[[3, 700]] = -100
     targets = targets.cuda()
@@ -50,7 +51,7 @@ def head(held: torch.dtype, autocast: torch.dtype | None) -> Callable[[], list[T
 
 
 @pytest.mark.parametrize(
-    ("held", "autocast"),
+    ("weight_dtype", "autocast"),
     [
         (torch.float32, None),
         (torch.float32, torch.bfloat16),
@@ -58,37 +59,37 @@ def head(held: torch.dtype, autocast: torch.dtype | None) -> Callable[[], list[T
         (torch.bfloat16, None),
     ],
 )
-def test_the_kernel_of_the_head_gives_the_numbers_of_its_plain_form_and_waits_for_nothing(
-    held: torch.dtype, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+def test_fused_head_equals_its_plain_form_without_synchronising(
+    weight_dtype: torch.dtype, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once = head(held, autocast)
+    once = head(weight_dtype, autocast)
     once()
     assert room._nll.problem is None
     torch.cuda.set_sync_debug_mode("error")  # compiled by now
-    found = once()
+    actual = once()
     torch.cuda.set_sync_debug_mode("default")
-    monkeypatch.setattr(room, "WORTH", N * V + 1)
-    monkeypatch.setattr(room, "adds_in_float32", lambda kind, dtype: False)
-    wanted = once()
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-5)
-    assert found[0][3] == found[0][700] == 0
-    for a, b in zip(found[1:], wanted[1:], strict=True):
-        assert a.dtype == b.dtype == held
-        assert (a - b).abs().max() <= CLOSE[autocast or held] * b.abs().max()
+    monkeypatch.setattr(room, "MIN_LOGITS_TO_COMPILE", N * V + 1)
+    monkeypatch.setattr(room, "can_accumulate_in_float32", lambda kind, dtype: False)
+    expected = once()
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert actual[0][3] == actual[0][700] == 0
+    for a, b in zip(actual[1:], expected[1:], strict=True):
+        assert a.dtype == b.dtype == weight_dtype
+        assert (a - b).abs().max() <= CLOSE[autocast or weight_dtype] * b.abs().max()
 
 
-def test_likelihoods_without_gradients_are_one_kernel_too() -> None:
+def test_fused_likelihoods_without_gradients_are_one_kernel() -> None:
     logits = torch.randn(20, 2**17, device="cuda").bfloat16()  # few and long rows, which a compiler likes to split
     targets = torch.arange(20, device="cuda")
     with torch.no_grad():
-        found = room._nll(logits.clone(), targets, None)
-        torch.testing.assert_close(found, room.plain_nll(logits, targets, None), rtol=1e-5, atol=1e-5)
+        actual = room._nll(logits.clone(), targets, None)
+        torch.testing.assert_close(actual, room.plain_nll(logits, targets, None), rtol=1e-5, atol=1e-5)
         assert kernels(lambda: room._nll(logits, targets, None)).total() == 1
     assert room._nll.problem is None
 
 
-def test_sums_of_products_are_float32_and_nearer_to_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert room.adds_in_float32("cuda", torch.bfloat16), f"torch {torch.__version__}"
+def test_fused_head_sums_products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert room.can_accumulate_in_float32("cuda", torch.bfloat16), f"torch {torch.__version__}"
     draw = torch.Generator().manual_seed(0)
     pairs = [[torch.randn(size, generator=draw).bfloat16().cuda() for size in ((300, 80), (300, 48))] for _ in range(8)]
     exact = sum(left.double().T @ right.double() for left, right in pairs)
@@ -96,12 +97,12 @@ def test_sums_of_products_are_float32_and_nearer_to_the_truth(monkeypatch: pytes
     def error() -> float:
         total: Any = None
         for left, right in pairs:
-            total = room._plus_product(total, left.T, right, is_one=False)
+            total = room.add_product(total, left.T, right, is_one=False)
         assert total.dtype == torch.float32
         return float((total - exact).norm() / exact.norm())  # type: ignore[operator, union-attr]
 
     summed = error()
-    monkeypatch.setattr(room, "adds_in_float32", lambda kind, dtype: False)
+    monkeypatch.setattr(room, "can_accumulate_in_float32", lambda kind, dtype: False)
     assert summed < 1e-5 < error()
 
 
@@ -109,21 +110,21 @@ def kernels(function: Callable[[], Any]) -> Counter[str]:
     """Return name -> number of the kernels that a second call runs on the device, copies and fillings apart."""
     function()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         function()
         torch.cuda.synchronize()
-    on_device = [event for event in found.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [event for event in profiled.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
     names = [event.name for event in on_device if not event.is_user_annotation]
     return Counter(name for name in names if not name.startswith(("Memcpy", "Memset")))
 
 
-def test_a_piece_of_the_head_is_one_kernel_beside_its_products() -> None:
+def test_fused_head_piece_is_one_kernel_beside_its_products() -> None:
     once = head(torch.bfloat16, None)
     by_compiler = {name: count for name, count in kernels(once).items() if name.startswith("triton")}
     assert sum(by_compiler.values()) == 4, by_compiler  # pieces of 256 rows, whole tiles of at most 300, and one of 232
 
 
-def test_adamw_in_bfloat16_is_one_kernel_a_weight_that_reads_and_writes_at_speed() -> None:
+def test_adamw_bf16_is_one_fast_kernel_per_weight() -> None:
     sizes = ((8192, 8192), (8192, 2048), (2048,), (33,))
     weights = [torch.nn.Parameter(torch.zeros(size, device="cuda", dtype=torch.bfloat16)) for size in sizes]
     optimizer = AdamWBf16([{"params": weights}], lr=1e-3)
@@ -140,12 +141,39 @@ def test_adamw_in_bfloat16_is_one_kernel_a_weight_that_reads_and_writes_at_speed
 
 def milliseconds(function: Callable[[], Any]) -> float:
     """Return the shortest of several calls, on the device."""
-    found = []
+    times = []
     for _ in range(10):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         function()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
-    return min(found)
+        times.append(begin.elapsed_time(end))
+    return min(times)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_fused_regularizers_equal_their_plain_form_without_synchronising(
+    autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_regularizers, "MIN_LOGITS_TO_COMPILE", 0)
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=draw).cuda().requires_grad_()
+    weight = torch.randn(V, H, generator=draw).cuda().requires_grad_()
+    targets = torch.randint(0, V, (N,), generator=draw)
+    targets[[3, 700]] = -100
+    targets, upstream = targets.cuda(), torch.randn(N, 3, generator=draw).cuda()
+
+    def once() -> list[Tensor]:
+        with torch.autocast("cuda", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            values = linear_regularizers.linear_regularized(hidden, weight, None, targets)
+        return [values.detach(), *torch.autograd.grad(values, [hidden, weight], upstream)]
+
+    once()
+    assert linear_regularizers._losses.problem is None
+    torch.cuda.set_sync_debug_mode("error")  # compiled by now
+    actual = once()
+    torch.cuda.set_sync_debug_mode("default")
+    monkeypatch.setattr(linear_regularizers, "MIN_LOGITS_TO_COMPILE", N * V + 1)
+    for a, b in zip(actual, once(), strict=True):
+        assert (a - b).abs().max() <= CLOSE[autocast or torch.float32] * b.abs().max()

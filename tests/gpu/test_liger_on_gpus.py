@@ -7,9 +7,10 @@ import importlib.util
 import pytest
 import torch
 
-from ftcli.liger import NORMS, replace
+from ftcli.models.architectures import model_types_with
+from ftcli.models.kernels.liger import replace
 
-from ..unit.test_attention import tiny
+from ..unit.models.kernels.test_document_attention import tiny
 from .test_attention_on_gpus import apart, run
 
 pytestmark = [
@@ -20,14 +21,14 @@ pytestmark = [
 MOST, TIMES = 1e-4, 3.0  # in float32: distance; in bfloat16: times the distance of transformers' own from float32
 
 
-@pytest.mark.parametrize("kind", NORMS)
-def test_a_model_gives_with_ligers_kernels_what_it_gave_without(kind: str) -> None:
+@pytest.mark.parametrize("kind", model_types_with("liger_norm"))
+def test_liger_kernels_give_the_results_of_the_model_without(kind: str) -> None:
     model = tiny(kind).cuda()
     ids = torch.randint(3, 97, (4, 33), generator=torch.Generator().manual_seed(0)).cuda()
     batch = [{"input_ids": ids, "use_cache": False}]
     exact, own = run(model, batch, "fp32"), run(model, batch, "bf16")
     replace(model, kind)
-    found, half = run(model, batch, "fp32"), run(model, batch, "bf16")
-    assert float(apart(found[0], exact[0]).max()) < MOST and float(apart(found[1], exact[1])) < 10 * MOST
+    actual, half = run(model, batch, "fp32"), run(model, batch, "bf16")
+    assert float(apart(actual[0], exact[0]).max()) < MOST and float(apart(actual[1], exact[1])) < 10 * MOST
     assert float(apart(half[0], exact[0]).max()) < TIMES * float(apart(own[0], exact[0]).max())
     assert float(apart(half[1], exact[1])) < TIMES * float(apart(own[1], exact[1]))

@@ -10,7 +10,8 @@ import torch
 
 from ftcli.testing import run_on_processes
 
-from ..multiprocess.cells import cell, write_inputs
+from ..support.cells import cell
+from ..support.runner import MakeInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -22,9 +23,8 @@ MOST = {"fp32": 1e-4, "bf16": 1e-2}  # of the loss, relative; the kernels are ot
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
+def inputs(make_inputs: MakeInputs) -> Path:
+    folder = make_inputs()
     chats = folder / "chats.jsonl"
     chats.write_text(chats.read_text() * 4)  # packed rows are fewer, and a step takes twelve
     return folder
@@ -37,13 +37,13 @@ def losses(folder: Path) -> dict[str, dict[str, list[float]]]:
 
 def losses_in(precision: str, folder: Path) -> dict[str, list[float]]:
     from ftcli.loop import steps
-    from ftcli.run import prepare
+    from ftcli.training.setup import prepare
 
-    found = {}
+    results = {}
     for name, layout in LAYOUTS.items():
         data = {"train": {"path": str(folder / "chats.jsonl")}, "eval_rows": 5, "max_length": 256} | layout
-        found[name] = [step.loss for step in steps(prepare(cell(folder, "sft-tied", precision=precision, data=data)))]
-    return found
+        results[name] = [step.loss for step in steps(prepare(cell(folder, "sft-tied", precision=precision, data=data)))]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +52,26 @@ def single(inputs: Path) -> dict[str, dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("precision", MOST)
-def test_rows_laid_end_to_end_give_the_curve_of_padded_ones(
+def test_padding_free_rows_give_the_curve_of_padded_rows(
     precision: str, single: dict[str, dict[str, list[float]]]
 ) -> None:
-    found = single[precision]
-    assert found["padding-free"] == pytest.approx(found["padded"], rel=MOST[precision])
+    actual = single[precision]
+    assert actual["padding-free"] == pytest.approx(actual["padded"], rel=MOST[precision])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("profile", ["ddp", "fsdp", "zero3"])
-def test_two_gpus_give_the_packed_curve_of_one(
+def test_packing_on_two_gpus_gives_the_curve_of_one(
     profile: str, inputs: Path, single: dict[str, dict[str, list[float]]]
 ) -> None:
-    for found in run_on_processes(losses, inputs, processes=2, profile=profile):
+    for rank in run_on_processes(losses, inputs, processes=2, profile=profile):
         for precision, most in MOST.items():
-            assert found[precision]["packed"] == pytest.approx(single[precision]["packed"], rel=most)
+            assert rank[precision]["packed"] == pytest.approx(single[precision]["packed"], rel=most)
 
 
 @pytest.mark.parametrize("flash", [False, True])
-def test_a_kernel_gives_each_document_what_it_has_alone(flash: bool) -> None:
-    from ftcli.attention import attend
+def test_packed_kernel_gives_each_document_its_own_result(flash: bool) -> None:
+    from ftcli.models.kernels.document_attention import attend
 
     torch.manual_seed(0)
     lengths = [3, 70, 1, 200]
@@ -96,8 +96,8 @@ def test_a_kernel_gives_each_document_what_it_has_alone(flash: bool) -> None:
         start += length
 
 
-def test_heads_of_a_size_that_torchs_kernel_refuses_take_the_loop() -> None:
-    from ftcli.attention import attend
+def test_packed_attention_with_unsupported_head_size_uses_the_loop() -> None:
+    from ftcli.models.kernels.document_attention import attend
 
     bounds = torch.tensor([[[[0, 3, 8]]]], dtype=torch.int32, device="cuda")
     query, key, value = torch.randn(3, 1, 2, 8, 12, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Swap the hardware and the curve stays, on real GPUs under NCCL: every profile on two against one."""
+"""Every profile on two GPUs under NCCL gives the loss curve of one GPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ import torch
 
 from ftcli.testing import run_on_processes
 
-from ..multiprocess.cells import CELLS, train_cells_on_gpus, write_inputs
+from ..support.cells import CELLS, train_cells_on_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 LOSS = {"fp32": 1e-4, "bf16": 1e-2}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    return folder
 
 
 def train_in_both(folder: Path) -> dict[str, dict[str, Any]]:
@@ -35,12 +28,14 @@ def single(inputs: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("profile", ["ddp", "fsdp", "fsdp_offload", "zero3"])
-def test_two_gpus_follow_the_curve_of_one(profile: str, inputs: Path, single: dict[str, dict[str, Any]]) -> None:
+def test_train_on_two_gpus_gives_the_curve_of_one(
+    profile: str, inputs: Path, single: dict[str, dict[str, Any]]
+) -> None:
     both = run_on_processes(train_in_both, inputs, processes=2, profile=profile)[0]
     for precision, name in product(LOSS, CELLS):
-        wanted, found = single[precision][name], both[precision][name]
-        assert set(found["fused"]) == {profile != "fsdp_offload"}, (name, precision)
-        for a, b in zip(wanted["rows"], found["rows"], strict=True):
+        expected, actual = single[precision][name], both[precision][name]
+        assert set(actual["fused"]) == {profile != "fsdp_offload"}, (name, precision)
+        for a, b in zip(expected["rows"], actual["rows"], strict=True):
             assert b["loss"] == pytest.approx(a["loss"], rel=LOSS[precision]), (name, precision)
             assert (b["items"], b["samples"]) == (a["items"], a["samples"])
-        assert found["before"] == wanted["before"], (name, precision)
+        assert actual["before"] == expected["before"], (name, precision)

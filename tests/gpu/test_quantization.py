@@ -1,4 +1,4 @@
-"""QLoRA on real GPUs: 4-bit weights beside an adapter, on one GPU and cut over two by FSDP."""
+"""QLoRA on real GPUs: 4-bit weights and an adapter, on one GPU and sharded over two by FSDP."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ import yaml
 
 from ftcli.testing import run_on_processes
 
-from ..multiprocess.cells import cell, train_recipe, write_inputs
-from .launches import ftcli_on_gpus
+from ..support.cells import cell, train_recipe
+from ..support.launches import ftcli_on_gpus
+from ..support.runner import MakeInputs
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
 STEPS = 8
-
-
-def train_with_and_without_dora(folder: Path) -> list[dict[str, Any]]:
-    return [train_in_4_bits(folder, use_dora) for use_dora in (False, True)]
-
-
-def train_in_4_bits(folder: Path, use_dora: bool) -> dict[str, Any]:
-    """Train a small cell whose frozen weights are held in 4 bits."""
-    model = {"name": str(folder / "untied"), "dropout": 0.0, "quantization": {"load_in_4bit": True}}
-    adapter = LORA | {"use_dora": use_dora}
-    return train_recipe(cell(folder, "sft-lora", model=model, adapter=adapter, precision="bf16"), cpu=False)
+# (cell, adapter); the reference of judged answers is the quantised base
+IN_4_BITS = [
+    ("sft-lora", LORA | {"use_dora": False}),
+    ("sft-lora", LORA | {"use_dora": True}),
+    *((name, LORA) for name in ("preference-lora", "unpaired-lora", "reward-lora")),
+]
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    return folder
+def inputs(make_inputs: MakeInputs) -> Path:
+    """Return a folder of this module's own, because its tests write into it."""
+    return make_inputs()
+
+
+def train_in_4_bits(folder: Path, *, cpu: bool = False) -> list[dict[str, Any]]:
+    """Train small cells whose frozen weights are stored in 4 bits."""
+    model = {"name": str(folder / "untied"), "dropout": 0.0, "quantization": {"load_in_4bit": True}}
+    recipes = [cell(folder, name, model=model, adapter=adapter, precision="bf16") for name, adapter in IN_4_BITS]
+    return [train_recipe(recipe, cpu=cpu) for recipe in recipes]
 
 
 def command_line(inputs: Path, *line: object) -> str:
-    """Return what `ftcli` said, which must have gone well."""
+    """Return the output of `ftcli`, which must succeed."""
     result = ftcli_on_gpus(inputs, *line)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
@@ -54,7 +56,7 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("profile", ["single", pytest.param("fsdp", marks=TWO)])
-def test_4_bits_learn_resume_and_are_exported(profile: str, inputs: Path, tmp_path: Path) -> None:
+def test_4_bit_base_trains_resumes_and_exports(profile: str, inputs: Path, tmp_path: Path) -> None:
     model = {"name": str(inputs / "untied"), "dropout": 0.0}
     data = {"train": str(inputs / "chats.jsonl"), "max_length": 128}
     recipe = {"task": "sft", "precision": "bf16", "model": model, "adapter": LORA, "data": data}
@@ -66,13 +68,13 @@ def test_4_bits_learn_resume_and_are_exported(profile: str, inputs: Path, tmp_pa
     line = ("--profile", profile, "--num-processes", 1 if profile == "single" else 2)
     command_line(inputs, "train", "plain.yaml", "--output", tmp_path / "plain")
     command_line(inputs, "train", "quantised.yaml", *line, "--output", tmp_path / "run")
-    plain, found = losses(tmp_path / "plain"), losses(tmp_path / "run")
-    assert found[STEPS] < 0.97 * found[1]
-    assert found == pytest.approx(plain, rel=5e-2)
+    plain, resumed = losses(tmp_path / "plain"), losses(tmp_path / "run")
+    assert resumed[STEPS] < 0.97 * resumed[1]
+    assert resumed == pytest.approx(plain, rel=5e-2)
     assert (tmp_path / "run" / "final" / "adapter_model.safetensors").stat().st_size > 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000004"
     command_line(inputs, "train", "quantised.yaml", *line, "--output", tmp_path / "again", "--resume", checkpoint)
-    assert losses(tmp_path / "again") == pytest.approx({n: found[n] for n in range(5, STEPS + 1)}, rel=2e-3)
+    assert losses(tmp_path / "again") == pytest.approx({n: resumed[n] for n in range(5, STEPS + 1)}, rel=2e-3)
     command_line(inputs, "export", tmp_path / "run", tmp_path / "adapter")
     from peft import AutoPeftModelForCausalLM
 
@@ -83,16 +85,18 @@ def test_4_bits_learn_resume_and_are_exported(profile: str, inputs: Path, tmp_pa
 
 @pytest.fixture(scope="module")
 def single(inputs: Path) -> list[dict[str, Any]]:
-    return run_on_processes(train_with_and_without_dora, inputs, processes=1, profile="single")[0]
+    return run_on_processes(train_in_4_bits, inputs, processes=1, profile="single")[0]
 
 
 @TWO
 @pytest.mark.parametrize("profile", ["ddp", "fsdp"])
-def test_4_bits_on_two_gpus_follow_the_curve_of_one(profile: str, inputs: Path, single: list[dict[str, Any]]) -> None:
-    both = run_on_processes(train_with_and_without_dora, inputs, processes=2, profile=profile)[0]
-    for wanted, found in zip(single, both, strict=True):
-        assert wanted["rows"][-1]["loss"] < wanted["rows"][0]["loss"]
-        for a, b in zip(wanted["rows"], found["rows"], strict=True):
+def test_4_bit_base_on_two_gpus_gives_the_curve_of_one(
+    profile: str, inputs: Path, single: list[dict[str, Any]]
+) -> None:
+    both = run_on_processes(train_in_4_bits, inputs, processes=2, profile=profile)[0]
+    for expected, actual in zip(single, both, strict=True):
+        assert expected["rows"][-1]["loss"] < expected["rows"][0]["loss"]
+        for a, b in zip(expected["rows"], actual["rows"], strict=True):
             assert b["loss"] == pytest.approx(a["loss"], rel=1e-2)
             assert (b["items"], b["samples"]) == (a["items"], a["samples"])
-        assert found["before"] == wanted["before"]
+        assert actual["before"] == expected["before"]

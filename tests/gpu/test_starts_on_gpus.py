@@ -1,4 +1,4 @@
-"""Ranks on GPUs fork from one process that has imported most of what they need, and CUDA is theirs to start."""
+"""Ranks on GPUs fork from one process that has imported most modules. Each rank starts CUDA itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def look() -> tuple[bool, int, float]:
-    """Return of a rank: whether it was born with imports, its parent, and a sum that its GPU made."""
+    """Return facts of a rank: whether it forked with imports, its parent, and a sum from its GPU."""
     is_ready = "datasets" in sys.modules
     return is_ready, os.getppid(), float(torch.ones(1000, device="cuda").sum())
 
 
-def test_ranks_on_gpus_fork_from_one_process_and_start_cuda_themselves() -> None:
+def test_run_on_processes_forks_ranks_that_start_cuda_themselves() -> None:
     first, second = (run_on_processes(look, processes=1, profile="single")[0] for _ in range(2))
     assert first == second == (True, first[1], 1000.0)
     assert first[1] != os.getpid(), "what was said on stderr tells why they do not fork"

@@ -1,7 +1,7 @@
 """The steady loop never waits for the device: no operation that does so between two steps, under NCCL too.
 
-The test listens by torch's own means, which hears all of torch but its collectives. What waits on purpose lies
-outside of what is listened to: the look at gradients (step 20, or the last), a log line, a save, an evaluation.
+torch's own sync debug mode reports all waits except those of collectives. Intended waits are outside the measured
+block: the check of gradients (step 20, or the last), a log line, a save, an evaluation.
 ZeRO is left out: DeepSpeed reads the gradient norm on the host in every step.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from ftcli.testing import run_on_processes
 
-from ..multiprocess.cells import cell, write_inputs
+from ..support.cells import cell
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 STEPS, FIRST, LAST = 16, 4, 14  # listened to from after step FIRST until after step LAST
@@ -43,13 +43,13 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @contextmanager
-def listening(found: list[str]) -> Iterator[None]:
-    """Add to `found` where each operation of the block stands that makes the host wait for the device."""
+def listening(places: list[str]) -> Iterator[None]:
+    """Add to `places` the source line of each operation in the block that makes the host wait for the device."""
 
     def hear(message: Any, *rest: Any) -> None:
         if "called a synchronizing" in str(message):  # not the note that the mode is a prototype
             stack = traceback.extract_stack()[:-1]
-            found.append(" < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(stack[-8:])))
+            places.append(" < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(stack[-8:])))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -68,39 +68,32 @@ def all_waits(folder: Path, cases: list[str]) -> dict[str, list[str]]:
 
 def waits(folder: Path, name: str, layout: str | None, reads: bool) -> list[str]:
     """Return where the loop waited for the device in its steady steps; `reads`: the caller looks at every loss."""
-    from ftcli import linear_nll
     from ftcli.loop import steps
-    from ftcli.run import prepare
+    from ftcli.models.kernels import linear_cross_entropy
+    from ftcli.training.setup import prepare
 
-    linear_nll.PIECE = 2**12  # logits in pieces, as large vocabularies have them
+    linear_cross_entropy.MAX_LOGITS_PER_CHUNK = 2**12  # logits in pieces, as large vocabularies have them
     changes = {"precision": "bf16"} if layout is None else changed(folder, layout)
     run = prepare(cell(folder, name, train={"max_steps": STEPS}, **changes))
     assert run.hardware.accelerator.device.type == "cuda"
-    found: list[str] = []
+    places: list[str] = []
     training = steps(run)
     for _ in range(FIRST):
         next(training)
-    with listening(found):
+    with listening(places):
         for _ in range(FIRST, LAST):
             step = next(training)
             if reads:
                 float(step.loss_tensor)
     assert [step.number for step in training] == list(range(LAST + 1, STEPS + 1))
     run.hardware.release(run.model)
-    return found
+    return places
 
 
 def changed(folder: Path, layout: str) -> dict[str, Any]:
     data = {"train": {"path": str(folder / "chats.jsonl")}, "eval_rows": 5, "max_length": 256} | LAYOUTS[layout]
     batch = {"global_size": 4, "micro_size": 1} if layout == "packed" else {"global_size": 12, "micro_size": 3}
     return {"data": data, "precision": "bf16", "batch": batch}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -116,36 +109,36 @@ def heard(inputs: Path) -> Heard:
 
 
 @pytest.mark.parametrize("case", [case for case, (_, _, reads) in ON_ONE.items() if not reads])
-def test_no_step_on_one_gpu_waits_for_the_device(case: str, heard: Heard) -> None:
+def test_steady_loop_on_one_gpu_does_not_synchronise(case: str, heard: Heard) -> None:
     assert heard("single")[0][case] == []
 
 
-def test_micro_batches_come_from_pinned_memory_beside_what_is_computed() -> None:
-    from ftcli.copies import Copies
+def test_micro_batches_are_copied_from_pinned_memory_during_computation() -> None:
+    from ftcli.training.batches.prefetch import DevicePrefetcher
 
     device = torch.device("cuda", 0)
     batches = [{"ids": torch.full((512, 4096), number), "count": number} for number in range(6)]
     busy = torch.ones(4096, 4096, device=device)
     sums: list[tuple[torch.Tensor, int]] = []
-    found: list[str] = []
-    with listening(found):
-        for batch in Copies(device).ahead(batches):
+    places: list[str] = []
+    with listening(places):
+        for batch in DevicePrefetcher(device).ahead(batches):
             for _ in range(20):
                 busy = busy @ busy / 4096  # so that copies overtake what is computed, if they could
             sums.append((batch["ids"].sum(), batch["count"]))
             del batch
-    assert found == []
+    assert places == []
     assert [(int(total), count) for total, count in sums] == [(512 * 4096 * number, number) for number in range(6)]
 
 
-def test_a_loss_that_is_read_in_every_step_is_heard(heard: Heard) -> None:
-    found = heard("single")[0]["every loss is read"]
-    assert len(found) == LAST - FIRST and all("test_steady_loop_on_gpus.py" in place for place in found), found
+def test_steady_loop_with_a_loss_read_every_step_synchronises(heard: Heard) -> None:
+    places = heard("single")[0]["every loss is read"]
+    assert len(places) == LAST - FIRST and all("test_steady_loop_on_gpus.py" in place for place in places), places
 
 
 @TWO
 @pytest.mark.parametrize("layout", ON_TWO)
 @pytest.mark.parametrize("profile", ["ddp", "fsdp"])
-def test_no_step_on_two_gpus_waits_for_the_device(profile: str, layout: str, heard: Heard) -> None:
-    for found in heard(profile):
-        assert found[layout] == []
+def test_steady_loop_on_two_gpus_does_not_synchronise(profile: str, layout: str, heard: Heard) -> None:
+    for places in heard(profile):
+        assert places[layout] == []

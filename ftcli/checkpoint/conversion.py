@@ -1,0 +1,80 @@
+"""Convert trained weights to another dtype and shard size, for `ftcli export`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ftcli.checkpoint.hf_shards import save_weights
+from ftcli.runtime.errors import InputError
+
+
+def convert_model(final: Path, folder: Path, dtype_name: str, most: int) -> None:
+    """Write the weights of one folder into another folder, in another dtype and with another shard size.
+
+    Args:
+        final: A folder with safetensors files.
+        folder: Folder for the new files; its config.json gets the dtype.
+        dtype_name: A dtype of torch, such as bfloat16. Only floating-point tensors are converted.
+        most: Largest size of a shard in bytes.
+
+    Raises:
+        InputError: A file is damaged.
+    """
+    from contextlib import ExitStack
+
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    dtype = getattr(torch, dtype_name)
+    with ExitStack() as opened:
+        files = []
+        for path in sorted(final.glob("*.safetensors")):
+            try:
+                files.append(opened.enter_context(safe_open(path, framework="pt")))
+            except SafetensorError as error:
+                raise InputError(f"{path} is damaged: {error}", hint="export a checkpoint of the run") from error
+        origin = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+
+        targets = {}
+        for name, file in origin.items():
+            stored = file.get_slice(name)
+            target_dtype = dtype if "F" in stored.get_dtype() else file.get_tensor(name).dtype
+            targets[name] = torch.empty(stored.get_shape(), dtype=target_dtype, device="meta")
+        values = ((name, file.get_tensor(name).to(targets[name].dtype)) for name, file in origin.items())
+        save_weights(None, targets, values, folder, most)
+    name_dtype(folder / "config.json", dtype_name)
+
+
+def convert_adapter(path: Path, dtype: str) -> None:
+    """Convert the weights of an adapter to another dtype, in place.
+
+    Args:
+        path: A safetensors file.
+        dtype: Name of a dtype of torch.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    values = {name: value.to(getattr(torch, dtype)) for name, value in load_file(path).items()}
+    save_file(values, path, metadata={"format": "pt"})
+
+
+def name_dtype(config: Path, dtype: str) -> None:
+    """Write the dtype of the weights into a model's configuration, if the file exists.
+
+    Args:
+        config: The config.json. The folder of a task's own module may have none.
+        dtype: Name of a dtype of torch.
+    """
+    if not config.exists():
+        return
+
+    def named(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: dtype if key == "dtype" and inner else named(inner) for key, inner in value.items()}
+
+    settings = named(json.loads(config.read_text(encoding="utf-8"))) | {"dtype": dtype}
+    config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

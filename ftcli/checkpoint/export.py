@@ -1,0 +1,345 @@
+"""Export trained weights for transformers and peft, from any checkpoint, on one process (`ftcli export`).
+
+Weights are written one at a time, so that memory holds a few shards at most. A new process reloads and verifies the
+export (verify.py). A folder that fails is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.checkpoint.conversion import convert_adapter, convert_model, name_dtype
+from ftcli.checkpoint.export_job import ExportJob
+from ftcli.checkpoint.final import PROBE, check_base, load_plain, model_card
+from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
+from ftcli.checkpoint.hf_shards import SHARD_SIZE, save_weights, shard_bytes
+from ftcli.checkpoint.rebuild import rebuild_by_task
+from ftcli.checkpoint.verify import ExpectedModel, digest, reload_in_fresh_process
+from ftcli.config.load import load_run_recipe
+from ftcli.config.recipe_inputs import Model
+from ftcli.config.trust import check_links, check_stored
+from ftcli.data.revisions import is_on_hub
+from ftcli.models.adapter_folder import BASE_CONFIG, HOW_TO_LOAD, label_settings, write_adapter
+from ftcli.models.own_model import names_in_files, save_config
+from ftcli.runtime.checkpoint_names import checkpoints_of
+from ftcli.runtime.durable_files import make_folder, sync, sync_tree
+from ftcli.runtime.errors import InputError, Problem, nearest
+from ftcli.runtime.log import log_line
+from ftcli.runtime.reader_errors import missing_folder, user_path
+from ftcli.runtime.run_folder import RunFolder
+from ftcli.tasks.protocol import properties_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export(
+    source: str | Path,
+    directory: str | Path,
+    *,
+    merge: bool = False,
+    dtype: str | None = None,
+    shard_size: str = SHARD_SIZE,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Export the weights of a run or of a checkpoint, and verify them.
+
+    A new process reloads the export and compares all weights and, if the run has a probe of them, the logits.
+
+    Args:
+        source: A run folder, of which the final weights or else the newest checkpoint are exported; or a checkpoint.
+        directory: Folder to write, new or empty.
+        merge: Whether to merge a LoRA adapter into its base model.
+        dtype: float32, bfloat16 or float16; None keeps the dtype of training.
+        shard_size: Largest size of a file, such as 5GB.
+        trust_remote_code: Whether to run code of the task or the model. The stored recipe cannot enable it.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        InputError: An argument is invalid, or the source has no intact weights.
+        RuntimeError: The reloaded model differs from the trained one.
+
+    Example:
+        >>> ftcli.export("runs/my", "exported", merge=True)
+    """
+    target = Path(directory).absolute()
+    job = _plan_export(
+        user_path(source), merge=merge, dtype=dtype, most=shard_bytes(shard_size), trusted=trust_remote_code
+    )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"{target} is not an empty folder", hint="export into a new folder")
+    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    try:
+        make_folder(target.parent)
+        temporary.mkdir()  # fails if a folder of this name exists
+    except OSError as error:
+        raise InputError(f"cannot create {target}: {error.strerror}", hint="export into another folder") from error
+    try:
+        expected = _write_checkpoint(job, temporary) if job.checkpoint else _write_final(job, temporary)
+        distance = (
+            reload_in_fresh_process(temporary, expected)
+            if job.auto_class
+            else rebuild_by_task(job, temporary, expected)
+        )
+        if not distance <= job.tolerance:
+            raise RuntimeError(
+                f"the logits of the reloaded model differ from those of the trained model by {distance:.2g}, "
+                f"more than {job.tolerance:g}"
+            )
+        sync_tree(temporary)
+        temporary.rename(target)  # replaces an empty folder
+        sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    checked = "all weights are equal to the trained ones"
+    if job.probe is not None:
+        checked = f"its logits are within {distance:.1e} of the trained model's"
+    loaded = "loads in plain transformers" if job.auto_class else "was built by its task"
+    log_line(f"{target} {loaded}; {checked}")
+    return target
+
+
+def _plan_export(source: Path, *, merge: bool, dtype: str | None, most: int, trusted: bool) -> ExportJob:
+    """Return the export that the arguments describe; raises `InputError` for invalid arguments."""
+    if dtype is not None and dtype not in DTYPES:
+        hint = nearest(dtype, DTYPES) or f"use one of {', '.join(DTYPES)}"
+        raise InputError(f"--dtype {dtype} is not supported", hint=hint)
+    final, checkpoint = find_weights(source)
+    if checkpoint is None:
+        recipe, run = load_run_recipe(source, trust_remote_code=trusted), RunFolder(source)
+    else:
+        recipe = check_stored(stored_recipe(checkpoint), checkpoint, trusted=trusted)
+        run = RunFolder(checkpoint.parent.parent)
+    if merge and recipe.adapter.type == "none":
+        raise InputError("--merge: this run trained the whole model and has no adapter", hint="remove --merge")
+    from ftcli.config.task_registry import find_task
+
+    auto_class = getattr(find_task(recipe.task).Task, "auto_class", None) or ""
+    if merge and not auto_class:
+        raise InputError(
+            "--merge supports models of transformers only, but the task of this run builds its own",
+            hint="export the adapter without --merge",
+        )
+    return ExportJob(
+        recipe=recipe,
+        auto_class=auto_class,
+        final=final,
+        checkpoint=checkpoint,
+        probe=_find_probe(run, checkpoint),
+        dtype=dtype or ("bfloat16" if recipe.precision == "bf16_pure" else "float32"),
+        merge=merge,
+        most=most,
+    )
+
+
+def find_weights(source: Path) -> tuple[Path | None, Path | None]:
+    """Return (a run's final weights, None) or (None, an intact checkpoint); raises `InputError` without either."""
+    if not source.exists():
+        raise missing_folder(source)
+    if is_checkpoint(source):
+        if problem := find_damage(source):
+            raise InputError(problem, hint="export another checkpoint: `ftcli show RUN` lists them")
+        return None, source
+    run = RunFolder(source)
+    if run.final.is_dir():
+        if newer := run.checkpoint_after_final():
+            log_line(f"the run continued after its final weights; to export the newest checkpoint, name {newer}")
+        return run.final, None
+    checkpoint, problems = newest_intact(source) if checkpoints_of(source) else (None, [])
+    if problems and not checkpoint:
+        raise InputError(
+            [Problem(problem, hint="no checkpoint is intact: restore one from a copy") for problem in problems]
+        )
+    if checkpoint is None:
+        raise InputError(
+            f"{source} has no final weights and no checkpoint",
+            hint="check with `ftcli show RUN` that it is a run folder",
+        )
+    for problem in problems:
+        log_line(f"{problem}; falling back to {checkpoint}")
+    log_line(f"{source} has no final weights yet; exporting {checkpoint}")
+    return None, checkpoint
+
+
+def _find_probe(run: RunFolder, checkpoint: Path | None) -> Path | None:
+    """Return the probe of a run's final weights, or of a checkpoint if it was computed with the same weights.
+
+    A probe that a power cut left empty or truncated is logged and not used.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = run.path / PROBE
+    if not path.is_file() or not run.final.is_dir():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            step = (file.metadata() or {}).get("step")
+    except (OSError, SafetensorError) as error:
+        log_line(f"{path} is damaged and not used ({error}): the export is compared by its weights only")
+        return None
+    return path if checkpoint is None or step == str(read_state(checkpoint)["step"]) else None
+
+
+def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
+    """Write the export of a run's final weights; return what the reloaded model is compared with."""
+    from ftcli.hardware.environment import quiet_libraries
+
+    assert job.final is not None
+    check_base(RunFolder(job.final.parent), job.recipe)
+    trusted = job.recipe.model.trust_remote_code
+    names = label_settings(job.final).get("id2label")
+    expected = ExpectedModel(
+        job.auto_class,
+        job.dtype,
+        labels=_head_width(job),
+        names=names,
+        probe=job.probe,
+        trusted=trusted,
+        source=job.final,
+    )
+    check_links(job.final)
+    ignored = shutil.ignore_patterns("model*.safetensors*", *["adapter_*", BASE_CONFIG] * job.merge)
+    shutil.copytree(job.final, folder, ignore=ignored, dirs_exist_ok=True)
+    if job.merge:
+        quiet_libraries()
+        model = load_plain(
+            job.auto_class,
+            job.final,
+            _head_width(job),
+            dtype="auto",
+            trust_remote_code=trusted,
+            revision=job.recipe.model.revision,
+        )
+        expected = _write_merged(job, model, folder, expected)
+        card = folder / "README.md"
+        card.write_text(_merged_card(card.read_text(encoding="utf-8")), encoding="utf-8")
+    elif job.is_adapter:
+        _name_base_revision(folder / "adapter_config.json", job.recipe.model)
+        convert_adapter(folder / "adapter_model.safetensors", job.dtype)
+    else:
+        convert_model(job.final, folder, job.dtype, job.most)
+    return expected
+
+
+def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
+    """Write the export of a checkpoint; return what the reloaded model is compared with."""
+    import torch
+
+    from ftcli.checkpoint.assemble import (
+        adapter_weights,
+        build_matching_model,
+        full_weights,
+        load_buffers,
+        set_parameters,
+    )
+    from ftcli.checkpoint.reader import CheckpointReader
+    from ftcli.hardware.environment import quiet_libraries
+    from ftcli.tasks.build import build_task
+
+    assert job.checkpoint is not None
+    quiet_libraries()
+    state, dtype = read_state(job.checkpoint), getattr(torch, job.dtype)
+    if state["data"]["facts"] is None:
+        raise InputError(
+            f"an older version of ftcli wrote {job.checkpoint}, without the task's results from the rows",
+            hint="resume the run for one more step, and export the checkpoint that it saves then",
+        )
+    task = build_task(job.recipe)
+    model = build_matching_model(job.recipe, task, state)
+    labels = model.config.num_labels if "Classification" in job.auto_class else 0
+    trusted = job.recipe.model.trust_remote_code
+    names = model.config.id2label if labels else None
+    expected = ExpectedModel(job.auto_class, job.dtype, labels=labels, names=names, probe=job.probe, trusted=trusted)
+    properties = properties_of(task)
+    card = model_card(job.recipe, state["metrics"], model, job.auto_class, properties.pipeline_tag)
+    with CheckpointReader(job.checkpoint, list(state["files"])) as stored:
+        if not job.is_adapter:
+            targets, values = full_weights(model, stored, state, dtype)
+            expected = _write_model(job, task, model, targets, values, folder, expected)
+        else:
+            trained = adapter_weights(model, stored)
+            buffers = load_buffers(model, stored, state["buffers"])
+            if job.merge:
+                set_parameters(model, trained)
+                expected = _write_merged(job, model, folder, expected)
+                card = _merged_card(card)
+            else:
+                trained = {name: value.to(dtype) for name, value in trained.items()}
+                write_adapter(model, trained, folder, properties.adapter_task_type)
+                buffer_values = {
+                    name: value.to(dtype) if value.is_floating_point() else value for name, value in buffers.items()
+                }
+                expected = replace(
+                    expected, digests={name: digest(value) for name, value in (trained | buffer_values).items()}
+                )
+    task.save_processor(str(folder))
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    return expected
+
+
+def _write_merged(job: ExportJob, model: Any, folder: Path, expected: ExpectedModel) -> ExpectedModel:
+    """Write the base model with its adapter merged; return `expected` with the digest of every weight."""
+    import torch
+
+    from ftcli.checkpoint.assemble import merged_weights
+
+    targets, values = merged_weights(model, getattr(torch, job.dtype))
+    return _write_model(job, None, model.get_base_model(), targets, values, folder, expected)
+
+
+def _write_model(
+    job: ExportJob,
+    task: Any,
+    model: Any,
+    targets: dict[str, Tensor],
+    values: Iterator[tuple[str, Tensor]],
+    folder: Path,
+    expected: ExpectedModel,
+) -> ExpectedModel:
+    """Write a whole model; return `expected` with the digest of every weight."""
+    digests: dict[str, str] = {}
+
+    def digested() -> Iterator[tuple[str, Tensor]]:
+        for name, value in values:
+            digests[name] = digest(value)
+            yield name, value
+
+    save_config(task, model, folder)
+    name_dtype(folder / "config.json", job.dtype)
+    save_weights(names_in_files(model), targets, digested(), folder, job.most)
+    return replace(expected, digests=digests, whole=True)
+
+
+def _name_base_revision(config: Path, model: Model) -> None:
+    """Write the revision of the base into an adapter's configuration, which older versions of ftcli left out."""
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    if settings.get("revision") is None and model.revision is not None and is_on_hub(model.name):
+        config.write_text(json.dumps(settings | {"revision": model.revision}, indent=2) + "\n", encoding="utf-8")
+
+
+def _merged_card(text: str) -> str:
+    """Return the model card of an adapter as that of a merged model."""
+    text = text.partition(HOW_TO_LOAD)[0].replace("library_name: peft", "library_name: transformers")
+    return text.replace("# LoRA adapter for", "# Fine-tuned (LoRA, merged) from")
+
+
+def _head_width(job: ExportJob) -> int:
+    """Return the number of labels of a classifier, from its probe; 0 for a language model or without a probe."""
+    from safetensors import safe_open
+
+    if "Classification" not in job.auto_class or job.probe is None:
+        return 0
+    with safe_open(job.probe, framework="pt") as file:
+        width: int = file.get_slice("logits").get_shape()[-1]
+    return width

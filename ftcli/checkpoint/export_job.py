@@ -1,0 +1,52 @@
+"""Describe one export: its sources, its form, and the tolerance for the logits of the exported model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftcli.config.recipe import Recipe
+
+# Largest relative distance |a - b| / |b| between logits of the same weights, by precision of the run.
+TOLERANCES = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 3e-2, "bf16_pure": 3e-2, "fp8": 3e-2}
+
+# The same for weights that were rounded to a dtype in which the logits are computed.
+ROUNDING_TOLERANCES = {"float32": 0.0, "float16": 1e-2, "bfloat16": 5e-2}
+
+MERGED_TOLERANCE = 1e-3  # merging rounds W + BA to float32 once more
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """One export.
+
+    Attributes:
+        recipe: The recipe of the run.
+        auto_class: transformers' class of the model; empty if the task builds the module itself.
+        final: Folder of the run's final weights; None exports `checkpoint`.
+        checkpoint: Folder of the checkpoint; None exports `final`.
+        probe: File with inputs and the logits of the trained model; None if the run has none for these weights.
+        dtype: Name of the dtype of the exported weights.
+        merge: Whether the adapter is merged into its base.
+        most: Largest size of a shard in bytes.
+    """
+
+    recipe: Recipe
+    auto_class: str
+    final: Path | None
+    checkpoint: Path | None
+    probe: Path | None
+    dtype: str
+    merge: bool
+    most: int
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the run trained an adapter."""
+        return self.recipe.adapter.type != "none"
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative distance from the logits of the trained model."""
+        rounded = ROUNDING_TOLERANCES[self.dtype] if self.merge or not self.is_adapter else 0.0
+        return max(TOLERANCES[self.recipe.precision], rounded, MERGED_TOLERANCE if self.merge else 0.0)

@@ -1,0 +1,221 @@
+"""Write final weights in the form that plain transformers and peft load, and the model card.
+
+A run writes `final/` and a probe: fixed inputs with the logits of the trained model. An export (export.py) must
+reproduce these logits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.recipe import Recipe
+from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.data.revisions import is_on_hub
+from ftcli.models.adapter_folder import has_label_names, label_settings, loading_instructions
+from ftcli.models.frozen_weights import check_frozen, frozen_digest
+from ftcli.models.own_model import names_in_files, save_config
+from ftcli.runtime.checkpoint_names import STATE, checkpoints_of
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.redaction import redact
+from ftcli.runtime.run_folder import RunFolder
+from ftcli.runtime.torn_files import read_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+PROBE = "probe.safetensors"
+
+
+def write_model(task: Any, model: Any, values: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """Write the configuration and the weights of a whole model; `values` is consumed one weight at a time."""
+    import torch
+
+    from ftcli.checkpoint.hf_shards import SHARD_SIZE, save_weights, shard_bytes
+    from ftcli.models.structure import full_shape
+
+    persistent = model.state_dict()
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if name in persistent}
+    shapes = {name: (full_shape(parameter), parameter.dtype) for name, parameter in model.named_parameters()}
+    shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
+    expected = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+
+    def all_values() -> Iterator[tuple[str, Tensor]]:
+        yield from values
+        for name, buffer in buffers.items():
+            yield name, buffer.cpu()
+
+    save_config(task, model, folder)
+    save_weights(names_in_files(model), expected, all_values(), folder, shard_bytes(SHARD_SIZE))
+
+
+def last_metrics(folder: RunFolder) -> dict[str, float]:
+    """Return the metrics of a run's last evaluation; empty without one."""
+    rows = [{name: value for name, value in row.items() if name.startswith("eval/")} for row in folder.metrics()]
+    return {name.removeprefix("eval/"): value for name, value in next((row for row in rows[::-1] if row), {}).items()}
+
+
+def label_names(model: Any) -> list[str]:
+    """Return the label names of a classifier, in the order of its logits; empty for another model."""
+    config: Any = getattr(model, "config", None)
+    return list(config.id2label.values()) if has_label_names(config) else []
+
+
+def model_card(
+    recipe: Recipe,
+    metrics: dict[str, float],
+    model: Any = None,
+    auto_class: str = "",
+    pipeline_tag: str | None = None,
+) -> str:
+    """Return the model card of the trained weights, without secrets.
+
+    Args:
+        recipe: Recipe of the run.
+        metrics: Metrics of the last evaluation.
+        model: The model, for the names of its labels.
+        auto_class: Name of transformers' class that loads the model.
+        pipeline_tag: Name of the task on the hub; None leaves it out.
+    """
+    from huggingface_hub import ModelCardData
+
+    named = [(recipe.model.name, recipe.model.revision)]
+    named += [(source.path, source.revision) for source in recipe.data.train_sources]
+    commits = [f"{name} {revision}" for name, revision in named if revision and is_on_hub(name)]
+    measured = [f"| {name} | {value:.4f} |" for name, value in metrics.items()]
+    table = ["| metric | value |", "|---|---|", *measured] if measured else ["Not evaluated."]
+    kind = "LoRA adapter for" if recipe.adapter.type == "lora" else "Fine-tuned from"
+    base = recipe.model.name
+    if base == NO_MODEL:
+        kind, base = "A model that its task builds", ""
+    trained_on = ", ".join(source.path for source in recipe.data.train_sources)
+    tokens = ", ".join(f"`{token}`" for token in recipe.model.new_tokens)
+    resized = f"New tokens: {tokens}. " if tokens else ""
+    if tokens and recipe.adapter.type != "none":
+        resized += "If the base has fewer rows, first `base.resize_token_embeddings(len(tokenizer))`."
+    variables = json.dumps(recipe.data.chat_template_kwargs, ensure_ascii=False)
+    rendered = f"Its chat template was given `{variables}`: give `apply_chat_template` the same." * (variables != "{}")
+    has_code = bool(getattr(getattr(model, "config", None), "auto_map", None))
+    how_to_load = loading_instructions(auto_class, label_names(model), pipeline_tag, has_code=has_code)
+    library = "peft" if recipe.adapter.type == "lora" else "transformers"
+    header = ModelCardData(library_name=library, tags=["ftcli"], pipeline_tag=pipeline_tag)
+    card = "\n".join(
+        [
+            "---",
+            header.to_yaml(),
+            "---",
+            f"# {kind} {base}".rstrip(),
+            "",
+            f"Task {recipe.task} on {trained_on}, {recipe.batch.global_size} rows a step, "
+            f"learning rate {recipe.optimizer.learning_rate:g}, precision {recipe.precision}, seed {recipe.seed}.",
+            *(["", f"Commits: {', '.join(commits)}."] if commits else []),
+            *(["", resized] if resized else []),
+            *(["", rendered] if rendered else []),
+            "",
+            *table,
+            "",
+            *(how_to_load if recipe.adapter.type != "none" else []),
+        ]
+    )
+    return redact(card)
+
+
+def check_base(run: RunFolder, recipe: Recipe) -> None:
+    """Check the base model of a run's final adapter against the digest that the run's newest checkpoint stores.
+
+    Args:
+        run: The run folder.
+        recipe: Recipe of the run. Its model is not read if the adapter names another folder, as after a move.
+
+    Raises:
+        InputError: The base has other weights. A run without an adapter or a readable checkpoint is not compared.
+    """
+    config, checkpoints = run.final / "adapter_config.json", checkpoints_of(run.path)
+    state = read_object(checkpoints[-1] / STATE) if checkpoints and config.is_file() else None
+    if state is not None:
+        # A model outside transformers has no name in this file.
+        name = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"] or recipe.model.name
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": name})})
+        check_frozen(state, recipe, frozen_digest(recipe))
+
+
+def describe_other_base(recipe: Recipe, digest: str | None) -> list[str]:
+    """Return a log line if the adapter in `adapter.path` was trained with other frozen weights.
+
+    Args:
+        recipe: The recipe.
+        digest: `frozen_digest` of the recipe.
+
+    Returns:
+        No line if the adapter is not in a run folder with checkpoints, because nothing else stores the digest.
+    """
+    checkpoints = checkpoints_of(Path(recipe.adapter.path).parent) if recipe.adapter.path else []
+    state = read_object(checkpoints[-1] / STATE) if checkpoints else None
+    if state is None:
+        return []
+    try:
+        check_frozen(state, recipe, digest)
+    except InputError as error:
+        return [f"warning: adapter.path: {error.problems[0].what}"]
+    return []
+
+
+def load_plain(
+    auto_class: str,
+    folder: Path,
+    labels: int = 0,
+    dtype: str = "float32",
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> Any:
+    """Return the model or the adapted model in `folder` on the host, loaded by transformers and peft alone.
+
+    Args:
+        auto_class: Name of transformers' class that loads the model.
+        folder: Folder with a whole model or an adapter.
+        labels: Width of a classifier's head that is part of the adapter; 0: the base has its own head.
+        dtype: Name of a torch dtype; auto keeps the dtype of the files.
+        trust_remote_code: Whether code of the model may run.
+        revision: Revision of an adapter's base if its configuration has none, as in folders of older versions.
+
+    Raises:
+        InputError: The model has its own code, which is not trusted.
+    """
+    from ftcli.config.trust import check_configs, code_refused
+    from ftcli.models.hub import keep_soft_capping
+
+    trust = {"trust_remote_code": trust_remote_code}  # not None, because transformers would ask on a terminal
+    check_configs(folder, trusted=trust_remote_code)
+    auto = getattr(importlib.import_module("transformers"), auto_class)
+    config = folder / "adapter_config.json"
+    if not config.exists():
+        with code_refused(str(folder)):
+            return keep_soft_capping(auto.from_pretrained(folder, dtype=dtype, **trust)).eval()
+    from peft import PeftModel
+
+    head: dict[str, Any] = label_settings(folder) or ({"num_labels": labels} if labels else {})
+    head |= {"ignore_mismatched_sizes": True} if head else {}
+    adapter = json.loads(config.read_text())
+    name = adapter["base_model_name_or_path"]
+    at = {"revision": adapter.get("revision") or revision} if is_on_hub(name) else {}
+    check_configs(Path(name), trusted=trust_remote_code)
+    with code_refused(name):
+        base = auto.from_pretrained(name, dtype=dtype, **trust, **at, **head)
+        _make_room(keep_soft_capping(base), folder, trust)
+    with code_refused(str(folder)):
+        return PeftModel.from_pretrained(base, str(folder)).eval()
+
+
+def _make_room(base: Any, folder: Path, trust: dict[str, bool]) -> None:
+    """Add embedding rows for the adapter's new tokens to a base model; the adapter contains their values."""
+    from transformers import AutoTokenizer
+
+    if (folder / "tokenizer_config.json").exists():
+        tokens = len(AutoTokenizer.from_pretrained(folder, **trust))
+        if tokens > base.get_input_embeddings().num_embeddings:
+            base.resize_token_embeddings(tokens, mean_resizing=False)

@@ -1,0 +1,58 @@
+"""Define the command `ftcli doctor`. Nothing heavy is imported before it is called."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from ftcli.cli.options import CpuOption, ProfileOption
+
+
+def doctor(
+    profile: ProfileOption = None,
+    num_processes: Annotated[
+        int | None,
+        typer.Option(
+            "--num-processes",
+            metavar="N",
+            min=1,
+            help="Processes over all machines, which try each collective. Default: with a profile, all visible GPUs.",
+        ),
+    ] = None,
+    num_machines: Annotated[int, typer.Option("--num-machines", metavar="M", min=1, help="Number of machines.")] = 1,
+    machine_rank: Annotated[
+        int, typer.Option("--machine-rank", metavar="R", min=0, help="Number of this machine, from 0.")
+    ] = 0,
+    main_process_ip: Annotated[
+        str | None, typer.Option("--main-process-ip", metavar="IP", help="Address of machine 0.")
+    ] = None,
+    main_process_port: Annotated[
+        int | None, typer.Option("--main-process-port", metavar="PORT", help="Free port on machine 0.")
+    ] = None,
+    cpu: CpuOption = False,
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Measure device, disk and collectives too; `ftcli plan` uses the results.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="How long machines and processes may take.")
+    ] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check this machine and the other ones of a run. Exit code 2 if something is wrong."""
+    from ftcli.reports.doctor import doctor as check_machines
+
+    report = check_machines(
+        profile,
+        num_processes=num_processes,
+        num_machines=num_machines,
+        machine_rank=machine_rank,
+        main_process_ip=main_process_ip,
+        main_process_port=main_process_port,
+        cpu=cpu,
+        bench=bench,
+        timeout=timeout,
+    )
+    print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+    raise typer.Exit(report.exit_code)

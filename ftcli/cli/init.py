@@ -1,0 +1,158 @@
+"""Write a first recipe for a task, a model and data, with every section, the most used keys and their meanings.
+
+The comments come from the declarations in recipe.py and from the task's options. The values are those below, changed by
+the task's `starting_recipe`. Model and data are not read. Light: never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ftcli.config.recipe import Recipe
+from ftcli.config.reference import SCHEMA_FILE
+from ftcli.config.task_registry import find_task
+from ftcli.config.validation import branches, describe_value, validate
+from ftcli.config.yaml_document import dump_document
+from ftcli.data.paths import local_path
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.resources import shipped_folder
+from ftcli.tasks.protocol import properties_of
+
+WIDTH = 100
+EVALUATION_ROWS = 20  # of data.train, if there is no evaluation set; few, for small first files
+
+
+def write_recipe(
+    task: str,
+    model: str,
+    data: str,
+    eval: str | None = None,
+    output: str | Path | None = None,
+) -> Path:
+    """Write a commented recipe that can be trained without changes.
+
+    Args:
+        task: Name of the task, or file of your own task.
+        model: Name on the hub, or a local folder.
+        data: Source of training rows, as in `data.train`.
+        eval: Source of evaluation rows, as in `data.eval`. None: a few rows of the training data.
+        output: The new file. None: <task>.yaml in the current folder.
+
+    Returns:
+        The file.
+
+    Raises:
+        InputError: The task is unknown, a name is empty, or the file exists.
+    """
+    module = find_task(task)
+    own = Path(task).stem if "/" in task or task.endswith(".py") else task.rpartition(".")[2]
+    path = Path(f"{own}.yaml" if output is None else output)
+    options = module.Options.model_json_schema()
+    values = _starting_values(task, properties_of(module.Task).starting_recipe, model, data, eval)
+    values["task_options"] = {
+        key: node.get("default")
+        for key, node in options.get("properties", {}).items()
+        if "default" in node or key in options.get("required", [])
+    }
+    if problems := validate(Recipe, values)[1]:
+        raise InputError(problems)
+    summary = (module.__doc__ or "").strip().split("\n")[0]
+    schema = Recipe.model_json_schema()
+    schema["properties"]["task_options"] |= options  # the task declares this section
+    schema["$defs"] |= options.get("$defs", {})
+    text = "\n".join([*_head(path, summary), *_lines(values, schema, schema)]) + "\n"
+    if not path.parent.is_dir():
+        raise InputError(f"the folder {path.parent} for {path.name} does not exist")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise InputError(f"{path} exists already", hint="name another file with --output") from None
+    return path
+
+
+def _starting_values(
+    task: str, changes: Mapping[str, Mapping[str, Any]], model: str, data: str, eval: str | None
+) -> dict[str, Any]:
+    """Return the recipe's values in the order of the file, changed by the task's starting recipe."""
+    evaluation = {"eval_rows": EVALUATION_ROWS} if eval is None else {"eval": _source(eval, "test")}
+    values: dict[str, Any] = {
+        "task": task,
+        "seed": 0,
+        "precision": "fp32",
+        "model": {"name": model, "dropout": 0, "gradient_checkpointing": False},
+        "adapter": {"type": "none"},
+        "data": {"train": _source(data, "train"), **evaluation, "columns": {}},
+        "batch": {"global_size": 32, "micro_size": 16},
+        "train": {"epochs": 3},
+        "optimizer": {"learning_rate": 5e-5, "weight_decay": 0.01, "max_grad_norm": 1.0},
+        "schedule": {"name": "linear", "warmup_steps": 0.1},
+        "evaluate": {"every_steps": 100, "at_start": True},
+        "checkpoint": {"every_steps": 100, "keep": 2},
+        "faults": {"non_finite": "stop"},
+        "log": {"every_steps": 1, "trackers": []},
+        "hub": {"push": None},
+    }
+    for section, keys in changes.items():
+        values[section] |= keys
+    return values
+
+
+def _source(path: str, split: str) -> dict[str, str]:
+    """Return a section for rows. A name on the hub has a split, a file has none."""
+    on_hub = path != "" and not path.startswith("asset:") and local_path(path) is None
+    return {"path": path, "split": split} if on_hub else {"path": path}
+
+
+def _head(path: Path, summary: str) -> list[str]:
+    """Return the comment at the start of the file."""
+    file = shlex.quote(str(path))
+    return [
+        f"# yaml-language-server: $schema={shipped_folder('recipes') / SCHEMA_FILE}",
+        f"# {summary}",
+        "#",
+        f"#     ftcli check {file}                    checks inputs and prints the plan",
+        f"#     ftcli train {file}                    trains in one process",
+        f"#     ftcli train {file} --profile ddp      trains on all GPUs; see `ftcli show profiles`",
+        "#",
+        "# These are the most used keys. `ftcli schema` prints all of them.",
+        "",
+    ]
+
+
+def _lines(values: dict[str, Any], section: dict[str, Any], schema: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield the lines of a section, with the meaning and the choices of each key above it."""
+    for key, value in values.items():
+        node = section["properties"][key]
+        inner = next((branch for branch in branches(node, schema) if branch.get("properties")), None)
+        if indent == "" and isinstance(value, dict):
+            yield ""
+        yield from textwrap.wrap(
+            _meaning(node, inner or {}, schema), WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+        )
+        if inner is not None and isinstance(value, dict):
+            yield f"{indent}{key}:"
+            yield from _lines(value, inner, schema, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {_format_value(value)}"
+
+
+def _meaning(node: dict[str, Any], inner: dict[str, Any], schema: dict[str, Any]) -> str:
+    """Return the description of a key or section, and its choices if it has any."""
+    must = describe_value(node, schema)
+    choices = f" {must[0].upper()}{must[1:]}." if "one of " in must else ""
+    return str(node.get("description") or inner.get("description", "")) + choices
+
+
+def _format_value(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    if isinstance(value, str):
+        text = dump_document({"_": value}).removeprefix("_: ").rstrip("\n")
+        if "\n" not in text:  # long text is folded and would need several lines
+            return text
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,341 @@
+"""Declare the recipe sections for the inputs of a training: model, adapter and data.
+
+recipe_training.py declares the other sections. Light: never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, JsonValue, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from ftcli.config.section import MACHINE_HINT, CountInt, PathText, PositiveInt, Section
+
+
+def _checkpointing_mode(value: Any) -> Any:
+    """Convert true and false, as transformers and earlier recipes write them, to a mode of `gradient_checkpointing`."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+class Quantization(Section):
+    """A frozen base model in 4 bits (bitsandbytes, on GPUs), under an adapter: QLoRA."""
+
+    load_in_4bit: Literal[True] = Field(description="true: all linear layers except the head are stored in 4 bits.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="The 16 values that a weight may have.")
+    bnb_4bit_use_double_quant: bool = Field(
+        True, description="Quantise the scales too, of which each 64 weights have one: 0.4 bits less per weight."
+    )
+
+
+NO_MODEL = "none"  # model.name of a recipe whose custom task builds the model
+
+
+class Model(Section):
+    """The model, and how it is loaded and run."""
+
+    name: PathText = Field(
+        min_length=1,
+        description="Name on the hub, local folder, or asset:NAME (a model that `ftcli fetch` downloads). Not needed "
+        "by a custom task that builds its own model.",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    trust_remote_code: bool = Field(
+        False,
+        description="Allow Python code that comes with the model to run. It is not stored with a run: "
+        "later commands on the run need --trust-remote-code.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Dtype of frozen weights; auto: bfloat16 under precision bf16, else float32. Trained weights are "
+        "float32, or bfloat16 under bf16_pure.",
+    )
+    dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Sets every dropout probability of the model's configuration; absent: the model's own. "
+        "Above 0 a run is reproducible only on the same profile, number of processes and micro size.",
+    )
+    batch_norm: Literal["frozen", "train"] = Field(
+        "frozen",
+        description="frozen: statistics of batch normalisation stay as loaded; train: they are updated from the rows "
+        "of each process, and the loss then depends on the hardware.",
+    )
+    quantization: Quantization | None = Field(
+        None,
+        description="Store the frozen weights in 4 bits. The computation uses the recipe's precision. The bits are "
+        "stored in tensors of that dtype, so that they can be sharded.",
+    )
+    new_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list,
+        description="Tokens to add to the tokenizer. Their embeddings, and their rows of an untied head, start as the "
+        "mean of the existing ones. With an adapter these rows are trained too.",
+    )
+    attn_implementation: str | None = Field(
+        None,
+        description="Attention kernel, by its name in transformers; null: the best installed one. Packed and "
+        "padding-free rows need sdpa (PyTorch's kernels) or flash_attention_2, _3 or _4. "
+        f"{MACHINE_HINT}",
+    )
+    use_liger_kernel: bool | None = Field(
+        None,
+        description="Use Liger's kernels for norms, gated MLPs and rotary positions, on GPUs; null: if the package is "
+        f"installed and the architecture is supported. {MACHINE_HINT}",
+    )
+    torch_compile: bool | None = Field(
+        None,
+        description="Compile each layer (torch.compile): faster steps, after up to a minute of compilation at the "
+        "start. Evaluation is not compiled. null: on GPUs in half precision, if the architecture is supported and the "
+        f"run is long enough to gain time; the log states the choice. {MACHINE_HINT}",
+    )
+    gradient_checkpointing: Annotated[
+        Literal["auto", "none", "selective", "full"], BeforeValidator(_checkpointing_mode)
+    ] = Field(
+        "auto",
+        description="Activations that the backward pass recomputes instead of storing them: less memory, more time. "
+        "none: nothing. selective: all except matrix products and attention. full: each layer, from its input. auto: "
+        "the first of these that fits the device by an estimate; the log and `ftcli check` state the choice and the "
+        f"reason. true and false mean full and none. {MACHINE_HINT}",
+    )
+    activation_offloading: bool = Field(
+        False,
+        description="Store activations in pinned host memory until the backward pass. With gradient_checkpointing full "
+        f"(the result of auto in this case) only the inputs of layers are stored. {MACHINE_HINT}",
+    )
+
+    @model_validator(mode="after")
+    def _check_compile(self) -> Model:
+        if self.torch_compile and self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "gradient_checkpointing selective cannot be combined with torch_compile, whose kernels hide the "
+                "activations to store: set it to none or full, or delete it"
+            )
+        return self
+
+
+class Adapter(Section):
+    """The small adapter that is trained instead of the whole model (peft)."""
+
+    type: Literal["none", "lora"] = Field("none", description="none: the whole model is trained.")
+    r: int = Field(8, ge=1, le=4096, description="Rank of the update matrices.")
+    lora_alpha: float = Field(16, gt=0, description="The update is scaled by lora_alpha / r.")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input, a probability.")
+    target_modules: str | list[str] = Field(
+        "all-linear",
+        description="all-linear, a list of module-name endings, or one regular expression over full names.",
+    )
+    exclude_modules: list[str] = Field(
+        default_factory=list, description="Module-name endings without an adapter, although target_modules names them."
+    )
+    modules_to_save: list[str] = Field(
+        default_factory=list,
+        description="Module-name endings that are trained in full and saved with the adapter. New heads always are.",
+    )
+    use_rslora: bool = Field(False, description="Scale the update by lora_alpha / sqrt(r): rank-stabilised LoRA.")
+    use_dora: bool = Field(
+        False, description="Train the magnitude of each output's weights separately from their direction: DoRA."
+    )
+    loraplus_lr_ratio: float | None = Field(
+        None,
+        gt=0,
+        description="LoRA+: learning rate of B matrices, as multiple of optimizer.learning_rate (often 16). Absent: 1.",
+    )
+    path: PathText | None = Field(
+        None,
+        min_length=1,
+        description="Folder of an adapter to start from (a peft folder, or final/ of a run). It must have the settings "
+        "of this section.",
+    )
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Adapter:
+        if self.model_fields_set and "type" not in self.model_fields_set:
+            raise ValueError("type is missing, and without it the whole model is trained: write type: lora")
+        if self.type == "none" and self.path is not None:
+            raise ValueError("path names an adapter, and type is none: set type to lora, or delete path")
+        if self.type != "none" and not self.target_modules:
+            raise ValueError("target_modules is empty: name modules, or write all-linear")
+        if self.type != "none" and isinstance(self.target_modules, str):
+            try:
+                re.compile(self.target_modules)
+            except re.error as error:
+                raise ValueError(f"target_modules is not a regular expression: {error}") from None
+        return self
+
+
+class Source(Section):
+    """A source of rows. A bare string in a recipe is read as its path."""
+
+    path: PathText = Field(
+        min_length=1,
+        description="Local file (jsonl, json, csv, tsv, parquet, txt), image folder, asset:NAME/FILE, or name on the "
+        "hub. Each line of a .txt file is a document; empty lines are skipped. Fields of a .csv file are separated by "
+        "the first of comma, semicolon, tab and | that its header contains; an empty field is missing, and any other "
+        "field is text. Such files of a data set on the hub are read in the same way. Hidden files of an image folder "
+        "are skipped.",
+    )
+    name: str | None = Field(None, description="Configuration of a data set on the hub.")
+    split: str = Field("train", min_length=1, description="Split of a data set on the hub.")
+    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a data set on the hub.")
+    label: str | None = Field(
+        None, min_length=1, description="Name in reports and metrics; absent: the file's name without its ending."
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="Column map of this source, instead of data.columns."
+    )
+    max_rows: PositiveInt | None = Field(
+        None, description="Maximum number of rows to use, chosen by the seed; null: all."
+    )
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=1000,
+        description="An epoch contains round(weight x rows) rows of this source, chosen by the seed. Below 1 each "
+        "epoch has the same rows; above 1 rows occur several times. Training rows only.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        section = handler.resolve_ref_schema(handler(core_schema))
+        return {"anyOf": [{"type": "string", "minLength": 1}, section]}
+
+
+Sources = Annotated[list[Source], Field(min_length=1)]
+
+
+class Data(Section):
+    """The training and evaluation rows."""
+
+    train: Source | Sources = Field(
+        description="Training rows: one source, or a list of sources. Each source of a list has its own loss "
+        "(`train/<label>/loss`)."
+    )
+    eval: Source | Sources | None = Field(
+        None,
+        description="Evaluation rows: one source, or a list of sources. Each source of a list has its own loss "
+        "(`eval/<label>/loss`).",
+    )
+    eval_rows: CountInt = Field(
+        0,
+        ge=0,
+        description="Rows held out of data.train for evaluation, chosen by the seed; only without data.eval.",
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Name the task expects -> name in the file, for instance {text: body, label: category}.",
+    )
+    drop_last: bool = Field(
+        True,
+        description="true: an epoch ends with the last complete step of batch.global_size rows; false: the remaining "
+        "rows make one smaller step with exact weights.",
+    )
+    max_length: CountInt = Field(1024, ge=2, description="Longest row, in tokens. Text tasks only.")
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Variables of the chat template, for instance {enable_thinking: false}, as in apply_chat_template. "
+        "They apply to rows, prompts and answers. A row's column `chat_template_kwargs` overrides them.",
+    )
+    truncation: Literal["truncate", "drop", "split"] | None = Field(
+        None,
+        description="Handling of rows longer than max_length. truncate: the end is cut off; drop: the row is left out; "
+        "split: it becomes several rows, and no trained token is lost. null: the default of the task; "
+        "most tasks truncate, raw text is split. The log gives the number of rows.",
+    )
+    max_bad_rows: CountInt = Field(
+        0,
+        ge=0,
+        description="Maximum number of unusable rows (another format, no answer), over all sources. They are left out, "
+        "and the log gives their row numbers. One more is an error. Rows of a stream are counted while its first pass "
+        "is read; a line that cannot be read counts too.",
+    )
+    packing: bool = Field(
+        False,
+        description="true: rows of max_length tokens hold several whole documents (best-fit decreasing), without "
+        "attention between documents. batch.global_size then counts packed rows. Language-model tasks only. Evaluation "
+        "rows are not packed.",
+    )
+    padding_free: bool | None = Field(
+        None,
+        description="true: the rows of a micro-batch are concatenated without padding, and without attention between "
+        "rows. Packed rows always are. Language-model tasks only. null: if a kernel supports it (a GPU, 16-bit "
+        f"precision, a supported architecture). {MACHINE_HINT}",
+    )
+    group_by_length: bool = Field(
+        False,
+        description="true: each step has rows of similar length, chosen among the rows of 50 steps. This saves padding "
+        "and changes the order of the rows. Not with packing.",
+    )
+    streaming: bool = Field(
+        False,
+        description="true: rows of data.train are read and tokenized during training, for corpora larger than the "
+        "disk. The path may also be a pattern (data/*.jsonl), a folder of data files, or an address that fsspec "
+        "supports (https://, s3://, hf://). Files may be compressed (.gz, .bz2, .xz, .zst). Language-model tasks with "
+        "one source and train.max_steps only. The order of the rows depends on the files, the seed and "
+        "batch.global_size, not on the number of processes. Rows without trained tokens are left out.",
+    )
+    shuffle_buffer: PositiveInt | None = Field(
+        None,
+        description="Number of rows of a stream that are shuffled (and packed) together, over all files; null: 10000. "
+        "Only with streaming.",
+    )
+    workers: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description=f"Loader processes per training process; 0: the training process loads rows. {MACHINE_HINT}",
+    )
+
+    @property
+    def train_sources(self) -> list[Source]:
+        """Sources of the training rows, at least one."""
+        return self.train if isinstance(self.train, list) else [self.train]
+
+    @property
+    def eval_sources(self) -> list[Source]:
+        """Sources of the evaluation rows; empty without evaluation rows, or if they are held out of data.train."""
+        return self.eval if isinstance(self.eval, list) else [] if self.eval is None else [self.eval]
+
+    def columns_of(self, source: Source) -> dict[str, str]:
+        """Return the column map of a source: its own map, else `data.columns`."""
+        return source.columns or self.columns
+
+    @model_validator(mode="after")
+    def _check_evaluation_rows(self) -> Data:
+        if self.eval is not None and self.eval_rows:
+            raise ValueError("eval and eval_rows exclude each other: keep one of the two")
+        if any(source.weight != 1 for source in self.eval_sources):
+            raise ValueError("eval: a weight is for training rows only; set max_rows to evaluate fewer rows")
+        return self
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> Data:
+        if not self.streaming:
+            if self.shuffle_buffer is not None:
+                raise ValueError("shuffle_buffer is for streams: set streaming to true, or delete it")
+            return self
+        source = self.train_sources[0]
+        conflicts = {
+            "eval_rows, which are held out of all rows: name evaluation rows with data.eval": self.eval_rows > 0,
+            "several sources: name one, which may be a pattern or a folder": len(self.train_sources) > 1,
+            "a weight: all rows of its one source are read": source.weight != 1,
+            "max_rows: train.max_steps limits the rows that are read": source.max_rows is not None,
+            "group_by_length: it needs the lengths of all rows": self.group_by_length,
+            "more than one of workers: a second would read the same rows": self.workers > 1,
+        }
+        if present := [text for text, is_present in conflicts.items() if is_present]:
+            raise ValueError(f"streaming cannot be combined with {'; nor with '.join(present)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_packing(self) -> Data:
+        if self.packing and self.group_by_length:
+            raise ValueError("packing and group_by_length exclude each other: all packed rows have max_length tokens")
+        return self

@@ -1,0 +1,225 @@
+"""Check plain values against a pydantic model, and describe every problem: key, place and expected value.
+
+The descriptions come from the model's JSON schema, so a key is described once, in its declaration. This module depends
+on pydantic and on no recipe, task or profile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ftcli.config.yaml_document import Keys
+from ftcli.runtime.errors import MOST_PROBLEMS, Problem, nearest, shortened
+
+Model = TypeVar("Model", bound=BaseModel)
+Schema = dict[str, Any]
+_NUMBER = re.compile(r"[-+]?[\d_]*\.?[\d_]+(?:[eE][-+]?\d+)?")
+
+MOST_VALUE = 100  # characters of a key or value in a message
+
+_TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+_BOUNDS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+}
+
+
+def validate(
+    model: type[Model],
+    values: Any,
+    *,
+    prefix: Keys = (),
+    where: Callable[[Keys], str] = lambda keys: "",
+    hint_for: Callable[[Keys, list[str]], str] = lambda keys, known: nearest(str(keys[-1]), known),
+) -> tuple[Model | None, list[Problem]]:
+    """Check values against a pydantic model.
+
+    Args:
+        model: The model.
+        values: Plain values, as read from YAML.
+        prefix: Key path of the values in the document.
+        where: Function that returns the place (`file:line`) of a key path.
+        hint_for: Function that returns the hint for an unknown key, from its path and the known keys of its section.
+
+    Returns:
+        (instance of the model, no problems), or (None, every problem).
+    """
+    try:
+        return model.model_validate(values), []
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    schema = _schema_of(model)
+    problems: dict[Keys, Problem] = {}
+    for item in errors[: MOST_PROBLEMS + 1]:  # suggestions for thousands of keys would take minutes
+        keys, node, section = _locate(item["loc"], schema)
+        path = prefix + keys
+        if item["type"] == "extra_forbidden":
+            known = list(section.get("properties", {}))
+            problem = Problem(_unknown(path), where(path), hint_for(path, known) or f"known: {', '.join(known)}")
+        elif item["type"] == "missing":
+            problem = Problem(f"{dotted(path)} is missing", where(path[:-1]), _need(path, node, schema))
+        elif item["type"] == "value_error":
+            message = item["msg"].removeprefix("Value error, ")
+            problem = Problem(f"{dotted(path)}: {message}" if path else message, where(path))
+        else:
+            must = describe_value(node, schema)
+            expected = f"and must be {must}" if must else f"which is invalid: {item['msg']}"
+            hint = _hint(item["input"], node)
+            problem = Problem(f"{dotted(path)} is {_show(item['input'])}, {expected}", where(path), hint)
+        problems.setdefault(path, problem)  # pydantic reports a union once for each of its members
+    # A value with an invalid item inside is reported by that item only.
+    inner = {path[:end] for path in problems for end in range(len(prefix) + 1, len(path))}
+    return None, [problem for path, problem in problems.items() if path not in inner]
+
+
+@cache
+def _schema_of(model: type[BaseModel]) -> Schema:
+    """Return the JSON schema of a model."""
+    return model.model_json_schema()
+
+
+def describe_value(node: Schema, schema: Schema) -> str:
+    """Return what a value must be, as text; an empty string if every value is valid.
+
+    Args:
+        node: The value's node of the JSON schema.
+        schema: The whole JSON schema, for references.
+    """
+    texts = []
+    for branch in branches(node, schema):
+        if "const" in branch or "enum" in branch:
+            choices = branch.get("enum", [branch.get("const")])
+            texts.append(("one of " if len(choices) > 1 else "") + ", ".join(map(str, choices)))
+        elif branch.get("type") == "array":
+            items = describe_value(branch.get("items", {}), schema)
+            texts.append(f"a list{_length(branch)}" + (f" of {items}" if items else ""))
+        elif "properties" in branch:
+            texts.append(f"a section with the keys {', '.join(branch['properties'])}")
+        elif branch.get("type") == "object":
+            texts.append("a mapping of names to values")
+        elif branch.get("type") == "null":
+            texts.append("null")
+        elif branch.get("type") in _TYPES:
+            bounds = [text.format(_plain(branch[key])) for key, text in _BOUNDS.items() if key in branch]
+            kind = _TYPES[branch["type"]] + (", not empty" if branch.get("minLength") else "")
+            texts.append(kind + (", " + " and ".join(bounds) if bounds else ""))
+    return (", or " if any("," in text for text in texts) else " or ").join(texts)
+
+
+def branches(node: Schema, schema: Schema) -> Iterator[Schema]:
+    """Yield the alternatives that a node of the schema allows. Follows references and splits unions.
+
+    Args:
+        node: A node of the JSON schema.
+        schema: The whole JSON schema, for references.
+    """
+    if "$ref" in node:
+        yield from branches(schema["$defs"][node["$ref"].rpartition("/")[2]], schema)
+    elif "anyOf" in node:
+        for branch in node["anyOf"]:
+            yield from branches(branch, schema)
+    elif "allOf" in node:
+        yield from branches(node["allOf"][0], schema)
+    else:
+        yield node
+
+
+def dotted(keys: Keys) -> str:
+    """Return a key path with dots, as on the command line."""
+    return ".".join(shortened(str(key), MOST_VALUE) for key in keys)
+
+
+def _locate(location: tuple[int | str, ...], schema: Schema) -> tuple[Keys, Schema, Schema]:
+    """Return (key path, its node, the node of its section) without the names that pydantic gives to union members."""
+    keys: list[int | str] = []
+    node = section = schema
+    for step in location:
+        after: Schema | None = None
+        if any(_names_member(step, branch) for branch in branches(node, schema)):
+            continue
+        for branch in branches(node, schema):
+            if isinstance(step, int) and "items" in branch:
+                after = branch["items"]
+            elif step in branch.get("properties", {}):
+                after, section = branch["properties"][step], branch
+            elif isinstance(branch.get("additionalProperties"), dict):
+                after = branch["additionalProperties"]
+            elif "properties" in branch:
+                after, section = {}, branch
+        if after is not None:
+            keys.append(step)
+            node = after
+    return tuple(keys), node, section
+
+
+def _names_member(step: int | str, branch: Schema) -> bool:
+    """Return whether a step of a pydantic location names a member of a union: a section, or a list of sections."""
+    is_section = "properties" in branch and step == branch.get("title") and step not in branch["properties"]
+    return is_section or (branch.get("type") == "array" and isinstance(step, str) and step.startswith("list["))
+
+
+def _unknown(path: Keys) -> str:
+    """Return the message for an unknown key."""
+    return f"unknown key '{shortened(str(path[-1]), MOST_VALUE)}'" + (f" in {dotted(path[:-1])}" if path[:-1] else "")
+
+
+def _need(path: Keys, node: Schema, schema: Schema) -> str:
+    """Return the hint for a missing key: its description, or the keys that a missing section requires."""
+    for branch in branches(node, schema):
+        if required := branch.get("required"):
+            return f"write at least {', '.join(dotted((*path, key)) for key in required)}"
+    return f"{describe_value(node, schema)}. {node.get('description', '')}".strip()
+
+
+def _plain(number: float) -> str:
+    """Return a number as text, without a decimal point if it is whole."""
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
+
+
+def _show(value: Any) -> str:
+    """Return a value as text for a message."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"'{shortened(value, MOST_VALUE)}' (text)" if value else "'' (text)"
+    if isinstance(value, dict):
+        return "a section"
+    return "a list" if isinstance(value, list) else shortened(str(value), MOST_VALUE)
+
+
+def _hint(value: Any, node: Schema) -> str:
+    """Return a hint with the value that the user probably meant; an empty string if there is none."""
+    types = {node.get("type"), *(branch.get("type") for branch in node.get("anyOf", []))}
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        if "enum" in node:
+            return nearest(value, map(str, node["enum"]))
+        if "boolean" in types and value.lower() in ("yes", "on", "no", "off", "true", "false"):
+            return f"write {'true' if value.lower() in ('yes', 'on', 'true') else 'false'}"
+        if types & {"integer", "number"} and _NUMBER.fullmatch(value.strip()):
+            return "write it as a plain number, without quotes or underscores"
+    if isinstance(value, float) and "integer" in types and value.is_integer():
+        return f"write {int(value)}"
+    if isinstance(value, bool | int | float) and "string" in types and not types & {"integer", "number"}:
+        return "put it in quotes to make it text"
+    if not isinstance(value, list) and "array" in types:
+        return f"write [{value}]" if len(str(value)) <= MOST_VALUE else "write a list"
+    return ""
+
+
+def _length(branch: Schema) -> str:
+    """Return the allowed length of a list, as text."""
+    least, most = branch.get("minItems"), branch.get("maxItems")
+    if most is None:
+        return f" with at least {least} item{'s' if least > 1 else ''}, each" if least else ""
+    return f" of exactly {least} items, each" if least == most else f" with {least or 0} to {most or 'any'} items, each"

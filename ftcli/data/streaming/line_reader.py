@@ -1,0 +1,174 @@
+"""Read the rows of text files, compressed or not, from a disk or an address, starting at any row.
+
+A line that is not a row becomes a `RowError` in its place, so that every row keeps its number. A file behind an
+address is opened again at the same row when the connection breaks. The order of files is decided in corpus.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import PurePosixPath
+from typing import Any
+
+from ftcli.data.text_files import ONE_A_LINE, PLAIN, EmptyLine, Layout, UnreadableRow, parse_rows, reader_of
+from ftcli.runtime.errors import InputError, RowError, RunError
+
+STANDARD = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # suffix -> module of the standard library
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+BUFFER = 2**20  # bytes per read
+RETRIES = 5  # failures in a row after which an address is given up
+FIRST_WAIT = 1.0  # seconds before the first retry; each further retry waits twice as long
+TRUNCATED = "Truncated compressed stream"  # pyarrow's message, an OSError like all others of pyarrow
+
+Row = dict[str, Any]
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix of a file's format, such as .jsonl for rows.jsonl.gz; a query of an address is ignored."""
+    path = PurePosixPath(name.partition("?")[0])
+    return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def text_rows(name: str | os.PathLike[str], where: str = "", layout: Layout = PLAIN) -> Iterator[Row]:
+    """Yield the rows of a local text file.
+
+    Args:
+        name: Path of the file.
+        where: Name of the file in messages; default: its path.
+        layout: Separator of a table, or key of a JSON file, where the suffix does not determine it.
+
+    Raises:
+        InputError: A line of the file is not a row. The message contains the line's number.
+    """
+    path = os.fspath(name)
+    suffix = suffix_of(path)
+    with _opened(path, None) as file:
+        filled = (row for row in parse_rows(file, suffix, layout) if not isinstance(row, EmptyLine))
+        for count, row in enumerate(filled, start=1):
+            if isinstance(row, RowError):
+                raise unreadable_row(where or path, suffix, row, count)
+            yield row
+
+
+def unreadable_row(where: str, suffix: str, error: RowError, count: int) -> InputError:
+    """Return the error for an unreadable row.
+
+    Args:
+        where: Name of the file in messages.
+        suffix: Suffix of the file's format.
+        error: The reason.
+        count: Number of the row, counted from 1.
+    """
+    line = error.line if isinstance(error, UnreadableRow) else 0
+    # An error in a .json file is one of the whole text, so the row's number means nothing.
+    which = f"line {line}" if line and suffix == ".json" else f"row {count}"
+    hint = ONE_A_LINE if suffix == ".jsonl" else "fix or delete that row"
+    hint = "is it the right file?" if "UTF-8" in str(error) else hint
+    return InputError(f"{which} {error}", where=f"{where}:{line}" if line else where, hint=hint)
+
+
+def read_lines(name: str, skip: int, *, size: int | None = None, layout: Layout = PLAIN) -> Iterator[Row | RowError]:
+    """Yield the rows of a text file, starting at row `skip`.
+
+    Args:
+        name: Path or address of the file.
+        skip: Number of rows to leave out.
+        size: Size of the file in bytes when the run began; None: unknown.
+        layout: Separator of a table, or key of a JSON file, where the suffix does not determine it.
+
+    Yields:
+        A row, or a `RowError` for a line that is not a row. An empty line of a .txt file is an `EmptyLine`.
+
+    Raises:
+        RunError: The file has another size than `size`, or its compressed data is truncated.
+    """
+    reader, failures, done = reader_of(suffix_of(name), layout), 0, skip
+    while True:
+        try:
+            with _opened(name, size) as file:
+                for number, unit in enumerate(reader.split(file)):
+                    if number >= done:
+                        done, failures = number + 1, 0
+                        yield reader.parse(unit)
+            return
+        except _reading_errors() as error:
+            if isinstance(error, EOFError) or TRUNCATED in str(error):
+                raise RunError(f"{name} is truncated: the end of its compressed data is missing") from None
+            failures += 1
+            if failures > RETRIES or not _is_transient(name, error):
+                raise
+            time.sleep(FIRST_WAIT * 2 ** (failures - 1))
+
+
+@contextmanager
+def _opened(name: str, size: int | None) -> Iterator[Any]:
+    """Open a file for reading decompressed bytes; raise `RunError` if its size is not `size`."""
+    with ExitStack() as stack:
+        if "://" in name:
+            raw = stack.enter_context(_opened_address(name))
+            actual = getattr(raw, "size", None)
+            file: Any = stack.enter_context(io.BufferedReader(raw, BUFFER))
+        else:
+            file = stack.enter_context(open(name, "rb", buffering=BUFFER))
+            actual = os.fstat(file.fileno()).st_size
+        require_size(name, size, actual)
+        yield stack.enter_context(_decompressed(file, PurePosixPath(name.partition("?")[0]).suffix))
+
+
+def require_size(name: str, size: int | None, actual: int | None) -> None:
+    """Check that the size of a file has not changed since the run began.
+
+    Args:
+        name: Name of the file in messages.
+        size: Bytes when the run began; None: unknown.
+        actual: Bytes now; None: unknown.
+
+    Raises:
+        RunError: The sizes differ.
+    """
+    if size is not None and actual is not None and size != actual:
+        message = f"{name} has {actual:,} bytes and had {size:,} when the run began: a stream's files must not change"
+        raise RunError(message)
+
+
+def _opened_address(name: str) -> Any:
+    """Open the file behind an address for reading bytes."""
+    from fsspec.core import url_to_fs
+
+    if name.partition("://")[0] not in ("http", "https"):
+        system, path = url_to_fs(name)
+        return system.open(path, "rb")
+    # One request for the whole file, because not every server supports ranges. Proxies come from the environment.
+    system, path = url_to_fs(name, client_kwargs={"trust_env": True})
+    return system.open(path, "rb", block_size=0)
+
+
+def _decompressed(file: Any, suffix: str) -> Any:
+    """Return a reader of the decompressed bytes; `file` itself if the suffix is not one of a compression."""
+    if suffix in STANDARD:
+        return importlib.import_module(STANDARD[suffix]).open(file)
+    if suffix == ".zst":
+        import pyarrow as pa
+
+        # The stream reader of zstandard, which fsspec uses too, reports no error for a truncated file.
+        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"), BUFFER)
+    return file
+
+
+def _reading_errors() -> tuple[type[Exception], ...]:
+    """Return the exception types of truncated files and broken connections."""
+    try:
+        from aiohttp import ClientError
+    except ImportError:
+        return (EOFError, OSError)
+    return (EOFError, OSError, ClientError)
+
+
+def _is_transient(name: str, error: Exception) -> bool:
+    """Return whether opening the file again may succeed: only for addresses, and not for a missing file."""
+    return "://" in name and not isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError))

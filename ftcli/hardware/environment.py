@@ -1,0 +1,38 @@
+"""The devices that this process sees, and the warnings of other libraries."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+
+def has_accelerator() -> bool:
+    """Return whether this machine has a device besides the CPU that PyTorch can use."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def use_cpu_in_deepspeed() -> None:
+    """Set DeepSpeed's accelerator to the CPU. Without this, importing DeepSpeed prints a warning on standard output."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def quiet_libraries() -> None:
+    """Hide warnings and progress bars of transformers, datasets and other libraries.
+
+    FutureWarnings of these libraries address their developers, not users of ftcli.
+    """
+    import datasets
+    import transformers
+
+    if not has_accelerator():
+        use_cpu_in_deepspeed()
+    for module in ("torch.distributed", "transformers", "accelerate", "deepspeed", "peft"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module.replace(".", r"\."))
+    transformers.logging.set_verbosity_error()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # ftcli reports unreadable rows itself, once
+    # Their progress bars would overwrite the progress line of the run on the same terminal.
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

@@ -1,0 +1,78 @@
+"""Compute gradient norms, and clip gradients, on lists of local gradient tensors.
+
+The norm of 16-bit gradients is float32 here; that of `torch.nn.utils.get_total_norm` has their dtype. For float32
+gradients the bits are equal, but torch's function calls more operations for each gradient.
+`torch.nn.utils.clip_grads_with_norm_` takes parameters, and its factor stays float32 for all dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ftcli.runtime.patches import declare
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOREACH = declare(
+    __name__,
+    "foreach-gradients",
+    library="torch",
+    versions=">=2.11,<2.14",
+    purpose="Scales and divides gradients, and computes their norms, with one kernel for many tensors",
+    without="Each gradient is then processed separately, which is slower.",
+    alternative="`torch.nn.utils.get_total_norm`; its norm of 16-bit gradients is 16-bit.",
+    apis=("torch:_foreach_norm", "torch:_foreach_mul_", "torch:_foreach_div_"),
+)
+
+
+@torch.no_grad()
+def get_total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Return the 2-norm of all elements of `gradients`.
+
+    Args:
+        gradients: Tensors of any shape and dtype on one device.
+        device: Device of the result if `gradients` is empty.
+
+    Returns:
+        A float32 scalar tensor; 0 if there are no gradients.
+    """
+    if not gradients:
+        return torch.zeros((), device=device)
+    # In float32 for all dtypes: a norm in bfloat16 would have three digits.
+    if FOREACH.is_usable():
+        norms = list(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+    else:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+@torch.no_grad()
+def clip_grads_with_norm(gradients: list[Tensor], norm: Tensor, max_norm: float | None) -> None:
+    """Scale `gradients` in place so that their norm is at most `max_norm`, as `torch.nn.utils` does.
+
+    Args:
+        gradients: Tensors of one dtype on the device of `norm`.
+        norm: Their 2-norm, a float32 scalar tensor.
+        max_norm: Largest norm allowed; None leaves the gradients unchanged.
+    """
+    if gradients and max_norm is not None:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        # A factor of another dtype would launch one kernel per gradient.
+        factor = factor.to(gradients[0].dtype)
+        if FOREACH.is_usable():
+            torch._foreach_mul_(gradients, factor)
+        else:
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+
+def unscale_gradients(gradients: list[Tensor], factor: float) -> None:
+    """Divide every gradient in place by `factor`, the factor of the loss."""
+    if factor != 1.0 and FOREACH.is_usable():
+        torch._foreach_div_(gradients, factor)
+    elif factor != 1.0:
+        for gradient in gradients:
+            gradient.div_(factor)

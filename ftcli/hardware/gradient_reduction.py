@@ -1,0 +1,39 @@
+"""Reduce-scatter of 16-bit gradients inside one machine: sent in 16 bits, summed in float32.
+
+This halves the bytes. The sums differ from a float32 reduce-scatter only in the order of additions. Between machines of
+eight ranks it would send up to four times the bytes, because each rank sends to every other rank. NCCL's ring crosses
+from one machine to the next once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ftcli.runtime.process import local_world_size
+
+
+def in_one_machine(ranks: int) -> bool:
+    """Return whether every group of `ranks` neighbouring ranks is inside one machine."""
+    return local_world_size() % ranks == 0
+
+
+def reduce_scatter_in_float32(
+    rows: Tensor, group: dist.ProcessGroup, *, mean: bool, out: Tensor | None = None
+) -> Tensor:
+    """Return this rank's shard of the sum or the mean over ranks. A collective.
+
+    Args:
+        rows: `[ranks, N]`, 16 bits. Row r is sent to rank r.
+        group: The ranks.
+        mean: Whether to return the mean instead of the sum.
+        out: `[N]`, float32; receives the result.
+
+    Returns:
+        `[N]`, float32.
+    """
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows, group=group)
+    add = torch.mean if mean else torch.sum
+    return add(received, dim=0, dtype=torch.float32, out=out)

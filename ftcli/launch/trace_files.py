@@ -1,0 +1,17 @@
+"""Names of the files and of the ranges that `ftcli trace` writes. Light: imports nothing."""
+
+from __future__ import annotations
+
+WARM_UP = 4  # steps before the recorded ones: caches, compiled layers, autotuning, clocks
+COOL_DOWN = 1  # step after the recorded ones, so that the last recorded step loads the rows of another one
+STEP, PHASE = "ftcli.step", "ftcli.phase: "  # ranges in the trace
+
+
+def trace_name(rank: int) -> str:
+    """Return the file name of the Chrome trace of a rank."""
+    return f"rank-{rank}.trace.json.gz"
+
+
+def facts_name(rank: int) -> str:
+    """Return the file name of the facts about a rank."""
+    return f"rank-{rank}.json"

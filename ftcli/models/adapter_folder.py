@@ -1,0 +1,192 @@
+"""Write and read the files of an adapter besides its tensors: the task type, and a configuration with label names.
+
+The configuration of the base model has neither the number of labels of the adapter's head nor their names. ftcli
+therefore adds a configuration. transformers treats a folder with a config.json as a whole model, so the configuration
+is in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.data.label_names import same_labels
+from ftcli.runtime.errors import InputError, shortened
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+BASE_CONFIG = "base_config"  # folder of the base's config.json, for AutoConfig.from_pretrained(subfolder=...)
+LABEL_KEYS = ("id2label", "label2id", "problem_type")
+HOW_TO_LOAD = "## How to load"
+PEFT_HEADS = ("classifier", "score")  # modules that peft treats as the head if a task type is set
+
+
+def write_adapter(model: Any, values: dict[str, Tensor], folder: Path, task_type: str | None) -> None:
+    """Write an adapter in peft's format, with the configuration that is needed to build its base model.
+
+    Args:
+        model: The peft model.
+        values: Trained tensors by their names in the model.
+        folder: Folder to write into.
+        task_type: peft's name of the task, written if the adapter's configuration has none; None writes nothing.
+    """
+    model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
+    base = model.get_base_model()
+    path = folder / "adapter_config.json"
+    adapter_config = json.loads(path.read_text(encoding="utf-8"))
+    heads = adapter_config.get("modules_to_save") or []
+    if adapter_config.get("task_type") is None and task_type is not None:
+        loadable_heads = _loadable_heads(base, heads)
+        if loadable_heads is not None:
+            adapter_config |= {"task_type": task_type, "modules_to_save": loadable_heads}
+            path.write_text(json.dumps(adapter_config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if has_label_names(getattr(base, "config", None)):
+        config = copy.deepcopy(base.config)
+        config.architectures = [type(base).__name__]
+        if hasattr(config, "quantization_config"):  # a setting of this training, not of the base model
+            del config.quantization_config
+        config.save_pretrained(folder / BASE_CONFIG)
+        _remove_dtype(folder / BASE_CONFIG / "config.json")
+
+
+def has_label_names(config: Any) -> bool:
+    """Return whether a configuration has names for its labels other than transformers' LABEL_0, LABEL_1, ..."""
+    names = getattr(config, "id2label", None) or {}
+    return _has_real_names(list(names.values()))
+
+
+def _has_real_names(labels: Sequence[str]) -> bool:
+    """Return whether any label has a name other than transformers' default."""
+    return any(name != f"LABEL_{index}" for index, name in enumerate(labels))
+
+
+def label_settings(folder: Path) -> dict[str, Any]:
+    """Return the label settings of a folder of weights.
+
+    Args:
+        folder: Folder of a model or an adapter.
+
+    Returns:
+        Keyword arguments for `from_pretrained`; empty without labels. `id2label` has integers as keys.
+    """
+    for path in (folder / "config.json", folder / BASE_CONFIG / "config.json"):
+        if path.is_file():
+            config = json.loads(path.read_text(encoding="utf-8"))
+            settings = {key: config[key] for key in LABEL_KEYS if config.get(key) is not None}
+            if "id2label" in settings:
+                settings["id2label"] = {int(index): name for index, name in settings["id2label"].items()}
+            return settings
+    return {}
+
+
+def check_labels(folder: Path, labels: list[str]) -> None:
+    """Compare the labels of trained weights with those of the rows.
+
+    Args:
+        folder: Folder of the trained weights.
+        labels: Names of the classes in the rows, by index of the logit.
+
+    Raises:
+        InputError: The labels differ, so that logits would get wrong names.
+    """
+    trained = list(label_settings(folder).get("id2label", {}).values())
+    if _has_real_names(trained) and not same_labels(trained, labels):
+        before, now = shortened(str(trained)), shortened(str(labels))
+        raise InputError(
+            f"the weights in {folder} were trained for the labels {before}, but the rows have {now}",
+            hint="list the labels of the weights in task_options.labels, or restore the training rows",
+        )
+
+
+def loading_instructions(
+    auto_class: str, labels: Sequence[str], pipeline_tag: str | None, *, has_code: bool = False
+) -> list[str]:
+    """Return the last section of a model card: code that loads a classifier's adapter with its label names.
+
+    Args:
+        auto_class: transformers' class that loads the base model.
+        labels: Names of the classes.
+        pipeline_tag: The task's name on the hub; None if it has none.
+        has_code: Whether the base model has Python code of its own. transformers does not look for it in a subfolder.
+
+    Returns:
+        Lines of Markdown; empty without labels or tag.
+    """
+    if pipeline_tag is None or not labels:
+        return []
+    processor = "image_processor" if pipeline_tag.startswith("image-") else "tokenizer"
+    if has_code:
+        names = ", ".join(f"{index}: {json.dumps(name, ensure_ascii=False)}" for index, name in enumerate(labels))
+        given = "them as `id2label`. Its Python code is run"
+        code = [
+            f"from transformers import {auto_class}, pipeline",
+            "",
+            f"names = {{{names}}}",
+            f"model = {auto_class}.from_pretrained(",
+            "    folder, id2label=names, ignore_mismatched_sizes=True, trust_remote_code=True",
+            ")",
+        ]
+    else:
+        given = "the configuration that has them"
+        code = [
+            f"from transformers import AutoConfig, {auto_class}, pipeline",
+            "",
+            f'config = AutoConfig.from_pretrained(folder, subfolder="{BASE_CONFIG}")',
+            f"model = {auto_class}.from_pretrained(folder, config=config, ignore_mismatched_sizes=True)",
+        ]
+    return [
+        HOW_TO_LOAD,
+        "",
+        f"The base model has no label names, so give it {given}. `folder` is this folder.",
+        "",
+        "```python",
+        *code,
+        f'classify = pipeline("{pipeline_tag}", model=model, {processor}=folder)',
+        "```",
+        "",
+    ]
+
+
+def _remove_dtype(path: Path) -> None:
+    """Remove dtypes from a configuration file, so that the base is loaded in the dtype of its own files."""
+
+    def without(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: without(inner) for key, inner in value.items() if key not in ("dtype", "torch_dtype")}
+
+    config = without(json.loads(path.read_text(encoding="utf-8")))
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _loadable_heads(base: Any, heads: list[str]) -> list[str] | None:
+    """Return `modules_to_save` in a form that peft can load with a task type; None if there is none.
+
+    With a task type peft saves modules called classifier or score as a whole. It would wrap submodules of such a
+    module a second time. The module replaces its submodules if all its weights are in them.
+    """
+    modules = []
+    for head in heads:
+        names = head.split(".")
+        owner = next((".".join(names[: n + 1]) for n, name in enumerate(names[:-1]) if name in PEFT_HEADS), None)
+        modules.append(owner or head)
+        if owner is not None:
+            parameters = [name for name, _ in _base_parameters(base, owner)]
+            if not all(any(name.startswith(f"{each}.") for each in heads) for name in parameters):
+                return None
+    return list(dict.fromkeys(modules))
+
+
+def _base_parameters(base: Any, owner: str) -> list[tuple[str, Any]]:
+    """Return (name without peft's wrappers, parameter) of every parameter in a module of the base."""
+    wrappers = ("original_module", "modules_to_save", "default", "base_layer")
+    return [
+        (".".join(module for module in name.split(".") if module not in wrappers), parameter)
+        for name, parameter in base.named_parameters()
+        if name.startswith(f"{owner}.")
+    ]

@@ -1,0 +1,253 @@
+"""Add LoRA adapters through peft.
+
+An adapter is always built from the recipe. The values of an existing adapter are loaded into it afterwards, so that an
+error can name the tensor that does not fit. Independent of the backend.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.runtime.errors import InputError, Problem
+from ftcli.runtime.patches import declare
+from ftcli.runtime.reader_errors import reading
+from ftcli.runtime.seeds import seed_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ftcli.config.recipe import Recipe
+    from ftcli.config.recipe_inputs import Adapter
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Settings that change the output of an adapter but not the names and shapes of its tensors.
+COMPARED_KEYS = ("r", "lora_alpha", "use_rslora", "use_dora")
+# Settings of peft without a key in the recipe, with the only supported value.
+SUPPORTED_VALUES: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+
+SWITCH = declare(
+    __name__,
+    "adapter-switch",
+    library="peft",
+    versions=">=0.19,<0.22",
+    purpose="Switches adapters off inside of `disable_adapter`",
+    without="`disable_adapter` is refused.",
+    alternative="peft's `disable_adapter`, which changes `requires_grad`; a sharded model may keep that.",
+    apis=(
+        "peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters",
+        "peft.utils.other:AuxiliaryTrainingWrapper._disable_adapters",
+    ),
+    required=True,
+)
+# Initialisations of peft that subtract the adapter from the base weights.
+INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def add_adapter(
+    model: nn.Module, recipe: Recipe, *, keep: list[str], task_type: str | None, weights: Path | None = None
+) -> nn.Module:
+    """Add the recipe's adapter to a model. Only the adapter, new heads and rows of new tokens are trained.
+
+    New heads and the recipe's `modules_to_save` are trained and saved whole. Of the embeddings, only the rows of new
+    tokens are trained and saved. Trained weights get the recipe's dtype. New adapter weights depend on the seed and
+    their names only, so they are equal on every process.
+
+    Args:
+        model: The model, not prepared.
+        recipe: The recipe of the run.
+        keep: Names of new heads.
+        task_type: peft's name of the task; None leaves it out.
+        weights: Folder of an adapter to load; None loads that of `adapter.path`, if set.
+
+    Returns:
+        The peft model, or `model` itself without an adapter.
+
+    Raises:
+        InputError: A name in the recipe matches no module, or the folder has another adapter or other labels.
+    """
+    if recipe.adapter.type == "none":
+        return model  # importing peft takes a second on each rank
+    from peft import LoraConfig, get_peft_model
+
+    from ftcli.data.revisions import is_on_hub
+    from ftcli.models.adapter_folder import check_labels, has_label_names
+    from ftcli.models.new_tokens import new_token_rows
+    from ftcli.models.precision import trained_dtype
+
+    section, dtype = recipe.adapter, trained_dtype(recipe)
+    saved_modules = [*keep, *section.modules_to_save]
+    _check_names(model, section)
+    config = LoraConfig(
+        task_type=task_type,
+        r=section.r,
+        lora_alpha=section.lora_alpha,  # type: ignore[arg-type]  # peft takes floats, its annotation says int
+        lora_dropout=section.lora_dropout,
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
+        target_modules=section.target_modules,
+        modules_to_save=saved_modules or None,
+        exclude_modules=_suffix_pattern([*saved_modules, *section.exclude_modules]),
+        trainable_token_indices=new_token_rows(model, recipe) or None,
+        revision=recipe.model.revision if is_on_hub(recipe.model.name) else None,  # of the base model
+    )
+    try:
+        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise InputError(f"adapter.target_modules: {error}") from error
+    for name, parameter in wrapped.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+        if ".lora_A." in name or ".lora_embedding_B." in name:  # the other matrix is zero at first
+            _initialise_matrix(name, parameter, recipe.seed)
+    folder = weights or (Path(section.path) if section.path else None)
+    config_of_base: Any = getattr(model, "config", None)
+    if folder is not None and has_label_names(config_of_base):
+        check_labels(folder, list(config_of_base.id2label.values()))
+    if folder is not None:
+        load_adapter_weights(wrapped, folder)
+    return wrapped
+
+
+@contextmanager
+def disable_adapter(model: nn.Module) -> Iterator[None]:
+    """Return a context in which the model computes without its adapter and without gradients.
+
+    The context works under every profile, before and after the trained forward pass, and in `eval_step`. peft's own
+    `disable_adapter` changes `requires_grad` of every adapter weight, and a sharded model may keep that change. This
+    function changes the switch in each adapter layer only. It is not a collective. Under sharded profiles every
+    process must run the same forward passes inside the context.
+
+    Args:
+        model: The model that `loss` or `eval_step` of a task was called with, prepared or not.
+
+    Raises:
+        InputError: The model has no adapter, so its base weights are trained and no longer available.
+
+    Example:
+        with ftcli.disable_adapter(model):
+            reference = model(**batch)["nll"]
+    """
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    SWITCH.require()
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    if not layers:
+        raise InputError("disable_adapter: the model has no adapter", hint="set adapter.type: lora in the recipe")
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        with torch.no_grad():
+            yield
+    finally:
+        for layer, was_disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = was_disabled
+
+
+def adapter_problems(section: Adapter) -> list[Problem]:
+    """Return why the adapter in `adapter.path` cannot be trained further. Reads one small file, without torch.
+
+    Args:
+        section: The adapter section of the recipe.
+
+    Returns:
+        One problem for a missing file, or for each setting that differs; empty if there is none.
+    """
+    if section.path is None:
+        return []
+    file = Path(section.path) / CONFIG
+    if not file.is_file():
+        return [Problem(f"adapter.path: no {CONFIG} in {section.path}", hint="name the folder of an adapter")]
+    if not (file.parent / WEIGHTS).is_file():
+        problem = f"adapter.path: no {WEIGHTS} in {section.path}"
+        return [Problem(problem, hint="other formats are not supported: save the adapter as safetensors")]
+    with reading(file):
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+    problems = [
+        Problem(f"adapter.{key} is {getattr(section, key)}, but {file} has {stored}", hint="set it to the file's value")
+        for key in COMPARED_KEYS
+        if (stored := config.get(key, False)) != getattr(section, key)  # older files do not have use_rslora, use_dora
+    ]
+    unsupported = [key for key, value in SUPPORTED_VALUES.items() if (config.get(key) or value) != value]
+    if str(config.get("init_lora_weights", "")).startswith(INITS_THAT_CHANGE_THE_BASE):
+        unsupported.append("init_lora_weights")
+    return problems + [
+        Problem(f"adapter.path: {file} has {key} {config[key]}", hint="use a plain LoRA adapter") for key in unsupported
+    ]
+
+
+def _check_names(model: nn.Module, section: Adapter) -> None:
+    """Raise `InputError` for a name in the recipe that matches no module; peft would ignore it silently."""
+    names = [name for name, _ in model.named_modules() if name]
+    for key in ("modules_to_save", "exclude_modules"):
+        for ending in getattr(section, key):
+            if not any(f".{name}".endswith(f".{ending}") for name in names):
+                raise InputError(f"adapter.{key}: no module's name ends with {ending}")
+
+
+def _suffix_pattern(names: list[str]) -> str | None:
+    """Return a regular expression for modules whose names end with one of `names`, and for their submodules."""
+    return rf"(.*\.)?({'|'.join(map(re.escape, names))})(\..*)?" if names else None
+
+
+def _initialise_matrix(name: str, parameter: nn.Parameter, seed: int) -> None:
+    """Draw a matrix from peft's distribution (Kaiming uniform; normal for embeddings), seeded by (seed, name).
+
+    peft draws the matrices one after the other on the device, so its values depend on the hardware and the backend.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed_of(seed, zlib.crc32(name.encode())))
+    values = torch.empty(parameter.shape)
+    if ".lora_A." in name:
+        torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    else:
+        torch.nn.init.normal_(values, generator=generator)
+    with torch.no_grad():
+        parameter.copy_(values)
+
+
+def load_adapter_weights(model: nn.Module, folder: Path) -> None:
+    """Load the values of a folder into an adapter.
+
+    Every rank compares names and shapes, so that all ranks raise the same error. Ranks whose weights have no values
+    yet (meta tensors) load nothing.
+
+    Args:
+        model: The peft model.
+        folder: Folder with adapter_model.safetensors.
+
+    Raises:
+        InputError: The file cannot be read, or a tensor does not fit; the message names the first one.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        values = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    parameters: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    for name in [*parameters, *values]:
+        expected, stored = (None if name not in side else list(side[name].shape) for side in (parameters, values))
+        if expected != stored:
+            raise InputError(
+                f"{folder} has another adapter: {name} is {stored or 'missing'} in the folder, "
+                f"and {expected or 'not trained'} in this recipe",
+                hint=f"compare adapter.target_modules, modules_to_save and model.new_tokens with its {CONFIG}",
+            )
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        set_peft_model_state_dict(model, values)

@@ -1,0 +1,115 @@
+"""Load models through transformers, with errors that name the cause."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.config.trust import check_configs, code_refused
+from ftcli.data.paths import model_folder
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.patches import declare
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe_inputs import Model
+
+
+NEEDS = {
+    "AutoTokenizer": " It needs a tokenizer.json.",
+    "AutoImageProcessor": " It needs a preprocessor_config.json.",
+}
+
+ATTENTION = declare(
+    __name__,
+    "attention-of-a-model",
+    library="transformers",
+    versions=">=5.17,<5.25",
+    purpose="Reads the name of the attention that a model uses",
+    without="The attention of a model cannot be checked, so no model is loaded.",
+    alternative="None: `set_attn_implementation` sets the name, and no public function returns it.",
+    apis=("transformers:PreTrainedConfig._attn_implementation",),
+    required=True,
+)
+
+
+def keep_soft_capping(model: Any, requested: str | None = None) -> Any:
+    """Replace sdpa by eager attention in a model that soft-caps attention scores (Gemma 2).
+
+    In transformers before 5.21, sdpa is the default for these models and ignores the cap silently. Later versions use
+    eager attention and refuse sdpa.
+
+    Args:
+        model: A transformers model.
+        requested: `model.attn_implementation` of the recipe.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InputError: The recipe requests sdpa.
+    """
+    capped = any(getattr(module, "attn_logit_softcapping", None) is not None for module in model.modules())
+    ATTENTION.require()
+    if not capped or model.config._attn_implementation != "sdpa":
+        return model
+    if requested == "sdpa":
+        problem = f"model.attn_implementation: sdpa ignores the soft-capping of {type(model).__name__}"
+        raise InputError(problem, hint="set it to eager, or remove it")
+    model.set_attn_implementation("eager")
+    return model
+
+
+def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
+    """Load a model, a configuration or a processor with `auto.from_pretrained`.
+
+    Args:
+        auto: One of transformers' Auto classes.
+        section: The model section of the recipe: name, revision, trust in its code.
+        **kwargs: Further arguments of `from_pretrained`.
+
+    Returns:
+        The result of `from_pretrained`: with `output_loading_info=True` a pair of the model and a dictionary.
+
+    Raises:
+        InputError: The model is not found, is damaged, or does not fit the class.
+    """
+    from safetensors import SafetensorError
+
+    if section.name == NO_MODEL:
+        raise InputError("model.name is missing", hint="set it: this task loads its model or its processor by name")
+    folder = model_folder(section.name)
+    if folder is None and section.revision is not None:
+        kwargs["revision"] = section.revision
+    name = section.name if folder is None else str(folder.absolute())
+    if folder is not None:
+        check_configs(folder, trusted=section.trust_remote_code)
+    try:
+        with code_refused(section.name):
+            loaded = auto.from_pretrained(name, trust_remote_code=section.trust_remote_code, **kwargs)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        if isinstance(error, OSError) and folder is None and not _is_cached(section):
+            raise InputError(
+                f"model.name: {section.name} is neither on this machine nor reachable on the hub",
+                hint="check the spelling, or run `ftcli fetch RECIPE` on a machine with a network",
+            ) from error
+        reason = re.split(" If you were trying| from one of:", str(error).strip().splitlines()[0])[0]
+        raise InputError(
+            f"model.name: {auto.__name__} cannot load {section.name}: {reason}",
+            hint=f"check that the model is complete and fits this task.{NEEDS.get(auto.__name__, '')}",
+        ) from error
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple also has the keys missing in the files
+    if hasattr(model, "set_attn_implementation"):
+        keep_soft_capping(model, section.attn_implementation)
+    return loaded
+
+
+def _is_cached(section: Model) -> bool:
+    """Return whether the cache of this machine has at least the configuration of a model on the hub."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(section.name, "config.json", revision=section.revision), str)
+    except HFValidationError:  # not a valid name on the hub
+        return False

@@ -1,0 +1,329 @@
+"""Compile the layers of a transformers model with torch.compile, each in place. Equal layers share a graph.
+
+Only the training forward of a layer is replaced. Hooks of backends and gradient checkpointing stay outside the graph,
+and evaluation and generation run without it. Attention over packed documents has its own kernels, so a graph ends
+before it and another begins after it. Graphs are compiled for all lengths at once. Otherwise ranks that get their
+second length at different steps would wait for each other's compilation.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ftcli.models.structure import LAYERS, base_model_of, layers_of
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.patches import declare
+from ftcli.runtime.process_settings import change, on_restore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from ftcli.config.recipe import Recipe
+
+
+COMPILERS = ("c++", "g++", "clang++")  # torch.compile generates C++ for CPUs, and C to launch its GPU kernels
+
+# Seconds that compiled layers save in a step, for each feature (H + I) of each layer and token: measured on an H200 for
+# a Llama-3.2-1B shape in bf16 (benchmarks/tables.md). GPUs with slower memory save more.
+SAVED = 2.3e-11
+HOOKS = "this profile gathers weights by hooks inside layers"
+BUDGET = 0.9  # fraction of the activations that a graph would keep for the backward pass
+LEAST_SAVED = 60.0  # seconds of a run that justify compiling, which takes up to a minute
+
+
+def checkpointing_problem() -> str | None:
+    """Return how transformers' layers differ from what `_compile` expects; None if they do not.
+
+    Before version 5.23, transformers applies gradient checkpointing when a layer is called. Later versions wrap the
+    layer's forward function.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self) -> None:
+            """Compute nothing."""
+
+    forward: Any = Layer.forward
+    if hasattr(forward, "__wrapped__") and not _has_checkpointing(forward):
+        return f"transformers' layers are wrapped by {forward.__code__.co_name}, which ftcli does not expect"
+    return None
+
+
+COMPILING = declare(
+    __name__,
+    "compiled-layers",
+    library="torch",
+    versions=">=2.11,<2.14",
+    purpose="Sets options of torch.compile until the run ends, and counts the compiled graphs",
+    without="Layers are then not compiled.",
+    alternative="`torch.compile(options=...)`, which takes the options of Inductor only.",
+    apis=(
+        *(f"torch._dynamo.config:{name}" for name in ("suppress_errors", "optimize_ddp", "specialize_float")),
+        *(f"torch._inductor.config:{name}" for name in ("emulate_precision_casts", "fallback_random")),
+        "torch._functorch.config:activation_memory_budget",
+        "torch.fx.experimental._config:use_duck_shape",
+        "torch._dynamo.utils:counters",
+    ),
+    newer_apis=(
+        "torch._dynamo.config:nested_graph_breaks",
+        "torch._inductor.config:triton.mix_order_reduction_non_strict_mode",
+    ),
+    measurement="../explanation/kernels.md",
+)
+CHECKPOINTS = declare(
+    __name__,
+    "compiled-checkpoints",
+    library="transformers",
+    versions=">=5.17,<5.25",
+    purpose="Compiles the forward of a layer inside transformers' gradient checkpointing",
+    without="Layers are then not compiled.",
+    alternative="Accelerate's `compile_regions`, which compiles the checkpoint too: attention ends its graph.",
+    apis=("transformers.modeling_utils:PreTrainedModel._set_gradient_checkpointing._gradient_checkpointing_func",),
+    newer_apis=("transformers.modeling_layers:GradientCheckpointingLayer._can_checkpoint_with_cache",),
+    also=checkpointing_problem,
+    measurement="../explanation/kernels.md",
+)
+
+
+def compile_problem() -> str | None:
+    """Return why the installed versions do not support compiled layers; None if they do."""
+    return next((patch.problem() for patch in (COMPILING, CHECKPOINTS, LAYERS) if not patch.is_usable()), None)
+
+
+def fall_back(*, quietly: bool) -> None:
+    """Set whether a layer that cannot be compiled runs uncompiled, until the run ends.
+
+    Args:
+        quietly: True to run the layer uncompiled, False to raise the error.
+    """
+    import torch._dynamo
+
+    change(torch._dynamo.config, "suppress_errors", quietly)
+
+
+def check_compile(recipe: Recipe) -> None:
+    """Check that this machine can compile the layers of a recipe.
+
+    Args:
+        recipe: The recipe.
+
+    Raises:
+        InputError: The recipe sets `model.torch_compile`, and this machine has no C++ compiler.
+    """
+    if recipe.model.torch_compile and not any(map(shutil.which, COMPILERS)):
+        message = f"model.torch_compile needs a C++ compiler, and none of {', '.join(COMPILERS)} is installed"
+        raise InputError(message, hint="install one, or set model.torch_compile to false")
+
+
+def compile_layers(model: nn.Module, recipe: Recipe, recomputed: str = "none") -> list[str]:
+    """Compile the layers of a model if the recipe sets `model.torch_compile`.
+
+    Args:
+        model: The model before `Accelerator.prepare`.
+        recipe: The recipe.
+        recomputed: Gradient checkpointing of the run: none, selective or full.
+
+    Returns:
+        Lines for the log.
+
+    Raises:
+        InputError: The layers of the model are unknown.
+    """
+    if not recipe.model.torch_compile:
+        return []
+    check_compile(recipe)
+    if (problem := compile_problem()) is not None:
+        return [f"torch_compile: none, {problem}"]
+    layers = layers_of(model)
+    if not layers:
+        message = f"model.torch_compile: the layers of {type(base_model_of(model)).__name__} are unknown"
+        raise InputError(message, hint="set model.torch_compile to false")
+    _exclude_attention()
+    _use_one_norm_kernel_for_all_lengths()
+    _round_like_uncompiled_layers(recipe)
+    _use_a_symbol_for_each_size()
+    _specialize_floats()
+    _recompute_cheap_results(recipe, recomputed)
+    for layer in layers:
+        # Only above a layer that trains something: below it the backward pass has nothing to do.
+        trains = any(parameter.requires_grad for parameter in layer.parameters())
+        _compile(layer, gradients_of_input=recipe.adapter.type != "none" and trains)
+    return [f"torch_compile: {len(layers)} layers, each in place; the first steps include the compilation"]
+
+
+class GraphCounter:
+    """Counts the graphs that a run has compiled, and records the step of the last one."""
+
+    def __init__(self) -> None:
+        self.before = self.count = _graphs()
+        self.last_step = 0
+
+    def update(self, step: int) -> None:
+        """Count the graphs that were compiled up to the end of a step.
+
+        Args:
+            step: Number of the step.
+        """
+        if (count := _graphs()) != self.count:
+            self.count, self.last_step = count, step
+
+    def summary(self) -> str:
+        """Return the line for the log."""
+        return f"torch_compile: {self.count - self.before} graphs, the last in step {self.last_step}"
+
+
+def _graphs() -> int:
+    """Return the number of graphs that torch.compile has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _compile(layer: Any, *, gradients_of_input: bool = False) -> None:
+    """Compile the forward pass that a layer uses in training.
+
+    With an adapter the first layer's input requires no gradient, while the inputs of the others do. torch.compile would
+    make each graph twice for that. With `gradients_of_input` the first layer gets an input that requires a gradient, so
+    that all layers share one graph. The gradient of this input is dropped.
+
+    transformers 5.23 has gradient checkpointing in the forward of its layers, 5.17 in their call. It must stay outside
+    the graph: attention ends a graph, and torch.compile cannot divide a checkpoint into two graphs.
+    """
+    import torch
+
+    plain = type(layer).forward
+    checkpoints = _has_checkpointing(plain)
+    own = plain.__wrapped__ if checkpoints else plain
+    fast = torch.compile(own.__get__(layer), dynamic=True)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not layer.training:
+            return plain(layer, *args, **kwargs)
+        if gradients_of_input and args:
+            args = (_requiring_gradient(args[0]), *args[1:])
+        if checkpoints and layer.gradient_checkpointing:
+            return layer._gradient_checkpointing_func(partial(fast, **_without_cache(layer, kwargs)), *args)
+        return fast(*args, **kwargs)
+
+    layer.forward = forward
+
+
+def _requiring_gradient(hidden: Any) -> Any:
+    """Return a layer's input, as a new leaf where gradients are recorded and the input requires none."""
+    import torch
+
+    if not torch.is_grad_enabled() or not isinstance(hidden, torch.Tensor) or hidden.requires_grad:
+        return hidden
+    return hidden.detach().requires_grad_()
+
+
+def _has_checkpointing(forward: Any) -> bool:
+    """Return whether a layer's forward is the wrapper of transformers for gradient checkpointing."""
+    return forward.__code__.co_name == "forward_with_checkpointing"
+
+
+def _without_cache(layer: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a recomputed layer, without its key-value cache, as transformers does."""
+    values: dict[str, Any] = {"use_cache": False}
+    if not getattr(layer, "_can_checkpoint_with_cache", False):
+        values |= {"past_key_values": None, "layer_past": None}
+    return kwargs | {name: value for name, value in values.items() if name in kwargs}
+
+
+def _use_one_norm_kernel_for_all_lengths() -> None:
+    """Compute the two gradient sums of a norm in one kernel for all lengths of rows, if this torch has the option.
+
+    By default torch.compile uses one kernel for long rows only. It then compiles another graph for short rows, and all
+    ranks wait for the rank that compiles it (docs/explanation/performance.md).
+    """
+    import torch._inductor.config
+
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction_non_strict_mode"):
+        change(torch._inductor.config.triton, "mix_order_reduction_non_strict_mode", True)
+
+
+def _use_a_symbol_for_each_size() -> None:
+    """Use a separate symbol for the length of rows in graphs, even if it is equal to another size.
+
+    By default torch uses one symbol for equal sizes. A first row of 4096 tokens in a model of hidden size 4096 would
+    fix the length of the graph, and the next other length would compile every layer again.
+    """
+    import torch.fx.experimental._config
+
+    change(torch.fx.experimental._config, "use_duck_shape", False)
+
+
+def _specialize_floats() -> None:
+    """Compile a float of a layer (a norm's epsilon, a LoRA scaling) as a constant of its graph, with a guard.
+
+    By default it becomes an input of graphs for all lengths: a float64 tensor on the host, with a C++ kernel that
+    rounds it in every call. Before its first C++ kernel, Inductor tests the vector instructions of the processor. With
+    torch 2.11 that takes about half of the first step. All layers of a model have the same floats, so they still share
+    their graphs.
+    """
+    import torch._dynamo
+
+    change(torch._dynamo.config, "specialize_float", True)
+
+
+def _recompute_cheap_results(recipe: Recipe, recomputed: str) -> None:
+    """Recompute cheap results in the backward pass of graphs with an adapter, unless layers are recomputed anyway.
+
+    By default the partitioner keeps results such as the gated product of an MLP and the output of a norm. Recomputing
+    them takes one pass over memory and gives the same bits. The option is read when a graph is compiled, at the first
+    call, so it stays set until the run ends.
+    """
+    import torch._functorch.config
+
+    keeps_less = recipe.adapter.type != "none" and recomputed == "none"
+    change(torch._functorch.config, "activation_memory_budget", BUDGET if keeps_less else 1.0)
+
+
+def _round_like_uncompiled_layers(recipe: Recipe) -> None:
+    """Round results of compiled layers with an adapter where uncompiled layers do.
+
+    An adapter adds a small value to a frozen layer's output in bfloat16. It is lost by rounding if it is below half a
+    unit of the last place. A fused kernel would not round there. That is closer to float32, but the curve would differ
+    from that of profiles that cannot compile (docs/explanation/determinism.md).
+    """
+    import torch._inductor.config
+
+    change(torch._inductor.config, "emulate_precision_casts", recipe.adapter.type != "none")
+
+
+def _exclude_attention() -> None:
+    """Exclude ftcli's attention from graphs: it depends on the device, and some of its kernels cannot be traced."""
+    import torch
+    import torch._inductor.config
+    from transformers import AttentionInterface
+
+    from ftcli.models.kernels.document_attention import DOCUMENT_ATTENTION, DOCUMENT_ATTENTION_TORCH, attend
+
+    change(torch._dynamo.config, "optimize_ddp", False)  # it would divide each layer's graph again, by DDP's buckets
+    if hasattr(torch._dynamo.config, "nested_graph_breaks"):  # two graphs per layer instead of five
+        change(torch._dynamo.config, "nested_graph_breaks", True)
+    change(torch._inductor.config, "fallback_random", True)  # the same dropout masks as in uncompiled layers
+    for name, function in ((DOCUMENT_ATTENTION, attend), (DOCUMENT_ATTENTION_TORCH, partial(attend, flash=False))):
+        AttentionInterface.register(name, _between_graphs(function))
+        on_restore(partial(AttentionInterface.register, name, function))
+
+
+def _between_graphs(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function whose graphs end with tensors `[B, T, H, K]`, the layout of the kernels.
+
+    The backward pass of a graph needs contiguous gradients, so gradients of `[B, H, T, K]` would be copied.
+    """
+    import torch
+
+    @torch.compiler.disable
+    def outside(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+        return attend(module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), *rest, **options)
+
+    def between(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+        return outside(module, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), *rest, **options)
+
+    return between

@@ -1,0 +1,243 @@
+"""Estimate the device memory of one process, and choose what `gradient_checkpointing: auto` recomputes.
+
+The estimate needs the model's configuration and sizes only, so `ftcli check` prints it before a launch. Measured peaks
+on GPUs may differ by a fifth; `batch.micro_size: auto` measures instead. The module never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.task_registry import task_class
+from ftcli.models.shape import COMPUTE_BYTES, ModelSize, Shape
+from ftcli.tasks.protocol import properties_of
+
+if TYPE_CHECKING:
+    from ftcli.config.plan import Plan
+    from ftcli.config.profile import ShardCounts
+    from ftcli.config.recipe import Recipe
+
+
+MODES = ("none", "selective", "full")  # what the backward pass recomputes; the fastest mode first
+USABLE_FRACTION = 0.9  # of a device's memory; driver, communication buffers and fragmentation take the rest
+# Largest number of logits in one chunk of linear_cross_entropy.py, unless a single row has more. 2^28 bfloat16 logits
+# are 512 MiB. Chunks are large because each one reads and writes the whole gradient of the head's weight.
+MAX_LOGITS_PER_CHUNK = 2**28
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The largest number of bytes that one process has on its device during a step.
+
+    Attributes:
+        bytes_by_use: Bytes of weights, gradients, activations and so on, by name.
+    """
+
+    bytes_by_use: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """The sum of all bytes."""
+        return sum(self.bytes_by_use.values())
+
+    def __str__(self) -> str:
+        uses = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.bytes_by_use.items() if size)
+        return f"about {self.total / 1e9:.2f} GB per process ({uses})"
+
+
+def estimate_memory(
+    recipe: Recipe,
+    sizes: ModelSize,
+    shares: ShardCounts,
+    *,
+    rows: int,
+    tokens: int,
+    mode: str,
+    fused: bool = False,
+    compiled: bool = False,
+    fresh_gradients: bool = False,
+) -> MemoryEstimate:
+    """Return the memory of a process whose forward pass has `rows` rows of `tokens` tokens.
+
+    Args:
+        recipe: The recipe of the run.
+        sizes: The size of the model.
+        shares: Over how many processes the profile shards weights, gradients and optimizer state.
+        rows: Rows of a micro-batch.
+        tokens: Tokens of a row.
+        mode: What the backward pass recomputes, one of `MODES`.
+        fused: Whether the layers are compiled, or have Liger's norms and gates.
+        compiled: Whether the layers are compiled.
+        fresh_gradients: Whether each backward pass allocates the gradients. They then use the memory of activations
+            that have been freed.
+    """
+    weight_bytes = 2 if recipe.precision == "bf16_pure" else 4
+    shard = lambda size, shards: size // shards if shards else 0  # noqa: E731 - 0 shards: offloaded to the host
+    has_casts = COMPUTE_BYTES[recipe.precision] < weight_bytes and not _keeps_no_casts(recipe, sizes.shape, shares)
+    rounds = _keeps_rounded_shards(recipe, sizes.shape, shares)
+    state_bytes = optimizer_bytes(recipe) + weight_bytes * shares.has_master_weights
+    uses = {
+        "weights": shard(sizes.trained * weight_bytes + sizes.frozen_bytes, shares.weights),
+        "gradients": shard(sizes.trained * weight_bytes, shares.gradients),
+        "optimizer": shard(sizes.trained * state_bytes, shares.optimizer),
+        "copies of weights": 2 * sizes.trained * has_casts,  # autocast's, until the backward pass
+        "rounded weights": shard(2 * sizes.trained, shares.weights) * rounds,
+    }
+    if sizes.shape is None:
+        return MemoryEstimate(uses)
+    shape, batch = sizes.shape, rows * tokens
+    if shares.weights != 1:  # weights and gradients of the current layer are whole, and the weights of the next one
+        layer = shape.hidden * (2 * shape.attention + 2 * shape.keys + 3 * shape.inner)
+        gathered_bytes = 2 if uses["rounded weights"] else weight_bytes
+        uses["gathered"] = 3 * gathered_bytes * layer + weight_bytes * shape.vocabulary * shape.hidden
+    how: dict[str, bool] = {"fused": fused or compiled, "adapter": has_frozen_16_bit_weights(recipe)}
+    current = shape.activation_bytes(recipe.precision, "none", **how)  # the layer that is computing
+    if mode == "full" or (compiled and how["adapter"]):  # it is recomputed as a whole before its gradients are computed
+        current += shape.gradient_bytes(recipe.precision)
+    layer = shape.activation_bytes(recipe.precision, mode, compiled=compiled, **how)
+    stored = 0 if recipe.model.activation_offloading else shape.layers * layer
+    uses["activations"] = batch * (stored + current)
+    if fresh_gradients:
+        uses["gradients"] = max(0, uses["gradients"] - uses["activations"])
+    if uses_vocabulary_logits(recipe):
+        size = COMPUTE_BYTES[recipe.precision] + 8 * shape.changes_logits
+        chunk = min(batch, max(1, MAX_LOGITS_PER_CHUNK // max(shape.vocabulary, 1))) * shape.vocabulary
+        uses["logits"] = chunk * size
+        if trains_head(recipe):
+            uses["logits"] += shape.vocabulary * shape.hidden * 4  # the head's gradient in float32
+    return MemoryEstimate(uses)
+
+
+def _keeps_no_casts(recipe: Recipe, shape: Shape | None, shares: ShardCounts) -> bool:
+    """Return whether 16-bit casts of weights are freed with the layer that uses them.
+
+    Autocast caches 16-bit copies of weights for a whole forward pass, even with gradient checkpointing. There is no
+    such cache under ZeRO-3 or FSDP2, which gather 16-bit weights already. Expert layers always keep the copies.
+    """
+    if shape is None or shape.has_experts:
+        return False
+    return shares.is_stage_3 or (shares.weights != 1 and trains_language_model(recipe))
+
+
+def _keeps_rounded_shards(recipe: Recipe, shape: Shape | None, shares: ShardCounts) -> bool:
+    """Return whether ZeRO-3 also has its shards in 16 bits during a window (zero3_leaf_modules.py); not for experts."""
+    if shape is not None and shape.has_experts:
+        return False
+    return shares.is_stage_3 and trains_language_model(recipe) and recipe.precision in ("bf16", "fp16")
+
+
+def trains_language_model(recipe: Recipe) -> bool:
+    """Return whether a whole language model is trained; matrix weights are then sent in 16 bits."""
+    return uses_vocabulary_logits(recipe) and recipe.adapter.type == "none"
+
+
+def uses_vocabulary_logits(recipe: Recipe) -> bool:
+    """Return whether the loss of a recipe's task needs logits of the whole vocabulary."""
+    return properties_of(task_class(recipe.task)).uses_vocabulary_logits
+
+
+def has_fresh_gradients(shares: ShardCounts, plan: Plan) -> bool:
+    """Return whether each backward pass allocates the gradients. DeepSpeed and DDP's buckets allocate them once."""
+    has_buckets = plan.processes > 1 and shares.gradients == 1
+    return plan.accumulation == 1 and not has_buckets and not shares.zero_stage
+
+
+def has_frozen_16_bit_weights(recipe: Recipe) -> bool:
+    """Return whether a recipe trains an adapter on 16-bit weights. The residual stream then has 16 bits too."""
+    wide = recipe.model.dtype == "float32" or recipe.precision == "fp32"
+    return recipe.adapter.type != "none" and not wide
+
+
+def trains_head(recipe: Recipe) -> bool:
+    """Return whether the head has a gradient, which an adapter alone does not give it."""
+    return recipe.adapter.type == "none" or bool(recipe.adapter.modules_to_save or recipe.model.new_tokens)
+
+
+def optimizer_bytes(recipe: Recipe) -> int:
+    """Return the bytes of optimizer state per trained element, without weight and gradient."""
+    if recipe.optimizer.name == "adamw_8bit":
+        return 2
+    return 8  # two moments in float32; under bf16_pure one in bfloat16, and the low bits of the weight
+
+
+def choose_mode(
+    recipe: Recipe,
+    sizes: ModelSize,
+    shares: ShardCounts,
+    plan: Plan,
+    *,
+    tokens: int,
+    capacity: int | None,
+    can_recompute: bool = True,
+    fused: bool = False,
+    compiled: bool = False,
+) -> tuple[str, str]:
+    """Choose what the backward pass recomputes: the recipe's mode, or for auto the fastest mode that fits.
+
+    With `batch.micro_size: auto` the mode is chosen for one row, because rows are added later as long as they fit.
+
+    Args:
+        recipe: The recipe of the run.
+        sizes: The size of the model.
+        shares: Over how many processes the profile shards weights, gradients and optimizer state.
+        plan: The plan of the run.
+        tokens: Tokens of a row.
+        capacity: Memory of the smallest device in bytes; None without a device.
+        can_recompute: Whether the model's layers support recomputation.
+        fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
+        compiled: Whether the layers are compiled in the modes none and full.
+
+    Returns:
+        One of `MODES`, and a line for the log with the estimate and the reason.
+    """
+    tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
+    rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
+    limit = math.inf if capacity is None else USABLE_FRACTION * capacity
+    # The search for a micro size accumulates gradients.
+    fresh_gradients = has_fresh_gradients(shares, plan) and recipe.batch.micro_size != "auto"
+    how: dict[str, Any] = {"rows": rows, "tokens": tokens, "fresh_gradients": fresh_gradients}
+    estimates = {}
+    for mode in MODES:
+        kernels = {"fused": fused and mode != "selective", "compiled": compiled and mode != "selective"}
+        estimates[mode] = estimate_memory(recipe, sizes, shares, mode=mode, **kernels, **how)
+    of_capacity = "" if capacity is None else f" of {capacity / 1e9:.2f}"
+    modes, reason = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused)
+    mode = modes[0]
+    if len(modes) > 1:
+        mode = next((mode for mode in modes if estimates[mode].total <= limit), modes[-1])
+        reason = "auto: no device" if capacity is None else f"auto: {_reason(mode, estimates, limit)}"
+    estimate = str(estimates[mode]).replace(" per process", f"{of_capacity} per process", 1)
+    batch = f"{rows} row{'s' * (rows > 1)} of {tokens} tokens" if sizes.shape else "activations not known"
+    return mode, f"memory {estimate}, {batch}; gradient_checkpointing {mode} ({reason})"
+
+
+def modes_to_try(recipe: Recipe, *, can_recompute: bool, compiled: bool) -> tuple[list[str], str]:
+    """Return what the backward pass may recompute, the fastest first, and the reason if there is one choice only.
+
+    Args:
+        recipe: The recipe of the run.
+        can_recompute: Whether the model's layers support recomputation.
+        compiled: Whether its layers can be compiled.
+    """
+    requested: str = recipe.model.gradient_checkpointing
+    if requested != "auto":
+        return [requested], "as set"
+    if recipe.model.activation_offloading and can_recompute:
+        return ["full"], "auto: only the inputs of layers are offloaded to the host"
+    if not can_recompute:
+        return ["none"], "auto: the layers of this model do not support recomputation"
+    # A layer is compiled or selectively recomputed, not both. torch_compile in the recipe takes precedence.
+    must_compile = compiled and recipe.model.torch_compile
+    return [mode for mode in MODES if mode != "selective" or not must_compile], ""
+
+
+def _reason(mode: str, estimates: dict[str, MemoryEstimate], limit: float) -> str:
+    """Return why a mode is chosen, in a few words."""
+    if estimates[mode].total > limit:
+        return "the mode with the least memory, which may not fit either"
+    if mode == "none":
+        return "it fits"
+    faster = MODES[MODES.index(mode) - 1]
+    return f"{faster} needs {estimates[faster].total / 1e9:.2f} GB"

@@ -1,0 +1,143 @@
+"""Save, load and probe models that transformers does not provide.
+
+A task with `auto_class = None` builds the module itself. The weights are saved in model.safetensors under the names of
+parameters and persistent buffers. `save_model` of the task may write more files. `probe_output` selects the tensor that
+an exported model must reproduce. The module imports torch inside functions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ftcli.config.recipe import Recipe
+
+
+OUTPUTS = ("logits", "last_hidden_state")  # attributes of transformers' outputs to use as a probe; the first one found
+
+
+def save_config(task: Any, model: Any, folder: Path) -> None:
+    """Write the files of a model except its weights: with `save_model` of the task, or with transformers.
+
+    Args:
+        task: The task of the run; None uses transformers.
+        model: The model, not prepared.
+        folder: Folder to write into; it is created.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(task, "save_model"):
+        task.save_model(model, str(folder))
+    elif hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder, state_dict={})
+
+
+def names_in_files(model: Any) -> Any:
+    """Return the model if transformers may rename its weights in files; None if files have the parameters' names."""
+    return model if hasattr(model, "save_pretrained") else None
+
+
+def probe_tensor(task: Any, output: Any) -> Tensor | None:
+    """Return the tensor of a model's output with which exports are compared.
+
+    Args:
+        task: The task, with or without `probe_output`.
+        output: The output of the model's forward.
+
+    Returns:
+        The tensor, or None if there is none. Exports are then compared by their weights only.
+
+    Raises:
+        InputError: `probe_output` does not return a tensor.
+    """
+    import torch
+
+    if hasattr(task, "probe_output"):
+        tensor = task.probe_output(output)
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(
+                f"the task's method `probe_output` returned an object of type {type(tensor).__name__}, not a tensor",
+                hint="return a torch.Tensor from the model's output, for instance its logits",
+            )
+        return tensor
+    for name in OUTPUTS:
+        if isinstance(value := getattr(output, name, None), torch.Tensor):
+            return value
+    return output if isinstance(output, torch.Tensor) else None
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Load the weights and persistent buffers of a folder into a model. Meta tensors stay as they are.
+
+    Args:
+        model: The model.
+        folder: Folder with model.safetensors or its shards.
+
+    Raises:
+        InputError: A tensor is missing, unexpected or has another shape; the message names the first one.
+    """
+    import torch
+
+    tensors = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+    stored = dict(read_tensors(folder))
+    for name in [*tensors, *stored]:
+        expected, actual = (None if name not in side else list(side[name].shape) for side in (tensors, stored))
+        if expected != actual:
+            raise InputError(
+                f"the weights in {folder} do not fit: {name} is {actual or 'missing'}, but the model has {expected}"
+            )
+    with torch.no_grad():
+        for name, value in stored.items():
+            if not tensors[name].is_meta:
+                tensors[name].copy_(value)
+
+
+def load_model(task: Any, recipe: Recipe, facts: dict[str, Any], weights: Path | None) -> tuple[Any, list[str]]:
+    """Load the model of a task; if the task builds its own module, also the trained weights of a folder.
+
+    Args:
+        task: The task of the run.
+        recipe: The recipe of the run.
+        facts: The task's results from the rows.
+        weights: Folder of trained weights; None starts from the recipe's model.
+
+    Returns:
+        The model on the host, and the names of modules with new weights.
+    """
+    from ftcli.models.precision import load_dtype
+
+    model, heads = task.load_model(facts, dtype=load_dtype(recipe), weights=weights)
+    if weights is not None and getattr(task, "auto_class", "") is None and recipe.adapter.type == "none":
+        load_weights(model, weights)
+    return model, heads
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, value) of every tensor in the safetensors files of a folder.
+
+    Raises:
+        InputError: The folder has no weights, or a file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise InputError(f"{folder} has no weights", hint="name the folder of final weights or of an export")
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise InputError(f"{path} is damaged: {error}", hint="export a checkpoint of the run") from error
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that `state_dict` contains, by name."""
+    state = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in state}

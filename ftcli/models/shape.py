@@ -1,0 +1,255 @@
+"""Read the sizes of a model from config.json and from the headers of its weight files, without loading it.
+
+The memory estimate and the step times of `ftcli plan` are functions of these sizes. The module never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.models.architectures import HEAD_SETTINGS, architecture_of
+from ftcli.models.files import parse_json_object, stored_shapes
+from ftcli.runtime.reader_errors import reading
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
+
+
+OUTSIDE_LAYERS = ("embed", "wte", "wpe", "lm_head")  # parts of the names of matrices without an adapter
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2, "fp8": 2}
+# Bytes per hidden feature that a layer stores for norms, residuals and inputs of matrix products. Attention and the
+# feed-forward products are counted separately. The numbers come from live storages of Llama, Qwen 3 and GPT-2.
+RESIDUAL_BYTES = {"fp32": 24, "bf16": 26, "fp16": 26, "bf16_pure": 16, "fp8": 26}
+# The same for a layer that is compiled or has Liger's kernels: it stores inputs of norms and of products only. In fp8
+# the inputs of products are stored in 8 bits.
+FUSED_BYTES = {"fp32": 16, "bf16": 12, "fp16": 12, "bf16_pure": 8, "fp8": 9}
+# The same for layers without a gate (BERT, ViT). Their norms are one kernel that stores its input (4 bytes), and the
+# inputs of the four products are stored once each (2 bytes). BERT stores a third cast of a norm's output.
+UNGATED_BYTES = {"fp32": 20, "bf16": 16, "fp16": 16, "bf16_pure": 10, "fp8": 16}
+# The same above frozen 16-bit weights. The residual stream then has 16 bits. Compiled layers with an adapter recompute
+# the outputs of norms and the gated product (models/kernels/compile.py).
+ADAPTER_BYTES, ADAPTER_FUSED_BYTES, ADAPTER_COMPILED_BYTES = 12, 8, 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a transformer that determine its weights, its activations and its matrix products.
+
+    Attributes:
+        layers: Number of layers.
+        hidden: Hidden features.
+        inner: Features of the feed-forward; with experts, those of all experts that one token uses.
+        attention: Features of all query heads.
+        keys: Features of all key heads.
+        heads: Number of query heads.
+        vocabulary: Size of the vocabulary.
+        patches: Patches of an image plus the class token; None for text.
+        changes_logits: Whether the model changes logits after the head, for example by soft-capping.
+        has_experts: Whether the feed-forward consists of experts.
+        has_gate: Whether the feed-forward is gated: three matrix products instead of two.
+        norms_queries: Whether queries and keys pass norms.
+        ties_head: Whether the head is the table of embeddings.
+        stored_inner: Features of the feed-forward with all experts; None if there is one.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    attention: int
+    keys: int
+    heads: int
+    vocabulary: int
+    patches: int | None
+    changes_logits: bool = False
+    has_experts: bool = False
+    has_gate: bool = True
+    norms_queries: bool = False
+    ties_head: bool = False
+    stored_inner: int | None = None
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Shape | None:
+        """Return the shape that a transformers configuration describes; None if the model is not a transformer."""
+        if isinstance(config.get("text_config"), dict):
+            config = config["text_config"]
+
+        def first(*names: str) -> int | None:
+            values = (config.get(name) for name in names)
+            return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+        layers, hidden = first("num_hidden_layers", "n_layer", "n_layers"), first("hidden_size", "n_embd", "dim")
+        heads = first("num_attention_heads", "n_head", "n_heads")
+        if layers is None or hidden is None or heads is None:
+            return None
+        size = first("head_dim") or hidden // heads
+        inner = first("intermediate_size", "n_inner", "ffn_dim", "hidden_dim") or 4 * hidden
+        used, stored = first("num_experts_per_tok", "num_experts_per_token"), None
+        if used is not None:
+            of_one, shared = first("moe_intermediate_size") or inner, first("shared_expert_intermediate_size") or 0
+            inner = used * of_one + shared
+            stored = (first("num_experts", "num_local_experts", "n_routed_experts") or used) * of_one + shared
+        keys = (first("num_key_value_heads") or heads) * size
+        side, patch = first("image_size"), first("patch_size")
+        row = architecture_of(config.get("model_type"))
+        return cls(
+            layers,
+            hidden,
+            inner,
+            heads * size,
+            keys,
+            heads,
+            first("vocab_size") or 0,
+            None if side is None or patch is None else (side // patch) ** 2 + 1,
+            # Changed logits also exist as float32 log-probabilities, for a moment twice. Unchanged logits on GPUs do
+            # not: one compiled kernel turns them into their gradient.
+            changes_logits=any(config.get(name) is not None for name in HEAD_SETTINGS),
+            has_experts=used is not None,
+            has_gate=not row.lacks_gate,
+            norms_queries=row.norms_queries,
+            ties_head=config.get("tie_word_embeddings", row.ties_head) is True,
+            stored_inner=stored,
+        )
+
+    @property
+    def layer_products(self) -> int:
+        """Elements of the weights of one layer that one token is multiplied with."""
+        return self._products(self.inner)
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of the matrices of one layer, with all experts."""
+        return self._products(self.inner if self.stored_inner is None else self.stored_inner)
+
+    def _products(self, inner: int) -> int:
+        return self.hidden * (2 * self.attention + 2 * self.keys + (3 if self.has_gate else 2) * inner)
+
+    @property
+    def table(self) -> int:
+        """Elements of the table of embeddings, and of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def weights(self) -> int:
+        """Elements of all weights: matrices, embeddings, two norms for each layer and an untied head."""
+        tables = (1 if self.ties_head or not self.vocabulary else 2) * self.table
+        return self.layers * (self.layer_weights + 2 * self.hidden) + tables + self.hidden
+
+    def adapter_weights(self, r: int) -> int:
+        """Return the elements of a LoRA adapter of rank `r` on every matrix of the layers."""
+        sides = [(self.hidden, self.attention), (self.attention, self.hidden), *[(self.hidden, self.keys)] * 2]
+        sides += [(self.hidden, self.inner)] * (3 if self.has_gate else 2)
+        return self.layers * r * sum(a + b for a, b in sides)
+
+    def activation_bytes(
+        self, precision: str, mode: str, *, fused: bool = False, compiled: bool = False, adapter: bool = False
+    ) -> int:
+        """Return the bytes of activations that one layer stores per token until its backward pass.
+
+        A fused layer recomputes its activation function.
+
+        Args:
+            precision: The recipe's precision.
+            mode: One of `memory_estimate.MODES`.
+            fused: Whether the layer is compiled, or has Liger's norms and gate.
+            compiled: Whether the layer is compiled and nothing else is recomputed.
+            adapter: Whether the layer's own weights are frozen, in 16 bits.
+        """
+        size, residual = COMPUTE_BYTES[precision], 2 if precision == "bf16_pure" or adapter else 4
+        if mode == "full":
+            return residual * self.hidden
+        attention = size * (2 * self.attention + 2 * self.keys) + 4 * self.heads  # q, result, k, v, sums
+        attention += size * (self.attention + self.keys) * self.norms_queries  # q and k before their norms
+        products = size * self.inner  # one tensor of the feed-forward
+        if mode == "selective":
+            return residual * self.hidden + attention + size * 2 * self.hidden + (2 if self.has_gate else 1) * products
+        if not self.has_gate:
+            return UNGATED_BYTES[precision] * self.hidden + attention + 2 * products
+        if adapter and compiled:
+            return ADAPTER_COMPILED_BYTES * self.hidden + attention + 2 * products
+        if fused or compiled:
+            bytes_by_feature = ADAPTER_FUSED_BYTES if adapter else FUSED_BYTES[precision]
+            return bytes_by_feature * self.hidden + attention + (2 if precision == "fp8" else 3) * products
+        return (ADAPTER_BYTES if adapter else RESIDUAL_BYTES[precision]) * self.hidden + attention + 4 * products
+
+    def gradient_bytes(self, precision: str) -> int:
+        """Return the bytes of gradients that one layer has per token in its backward pass, beside what it recomputed.
+
+        These are the gradients of the feed-forward's tensors, of attention's, and of four tensors of hidden size.
+        """
+        size = COMPUTE_BYTES[precision]
+        inside = (3 if self.has_gate else 2) * self.inner + 2 * self.attention + 2 * self.keys
+        return size * (inside + 4 * self.hidden)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The size of a model.
+
+    Attributes:
+        trained: Number of trained elements.
+        frozen_bytes: Bytes of frozen weights.
+        shape: The sizes of its layers; None if the model is not a known transformer.
+    """
+
+    trained: int
+    frozen_bytes: int
+    shape: Shape | None
+
+
+def measure_model(folder: Path, recipe: Recipe) -> ModelSize:
+    """Return the size of a model in a local folder, from the headers of its files, else from its configuration.
+
+    An adapter is counted as if every matrix except embeddings and head had one.
+
+    Args:
+        folder: The model's folder, with safetensors files or with config.json only.
+        recipe: The recipe that trains it.
+
+    Raises:
+        InputError: A file of the model cannot be read.
+    """
+    shapes = stored_shapes(folder)
+    config = folder / "config.json"
+    with reading(config):
+        shape = Shape.of(parse_json_object(config, config.read_bytes())) if config.is_file() else None
+    if not shapes and shape is not None:
+        return size_of_shape(shape, recipe)
+    matrices = [
+        size for name, size in shapes.items() if len(size) == 2 and not any(word in name for word in OUTSIDE_LAYERS)
+    ]
+    adapter = recipe.adapter.r * sum(map(sum, matrices))
+    total = sum(math.prod(size) for size in shapes.values())
+    return _divide(recipe, total, sum(map(math.prod, matrices)), adapter, shape)
+
+
+def size_of_shape(shape: Shape, recipe: Recipe) -> ModelSize:
+    """Return the size of a model without weight files, from its configuration.
+
+    Args:
+        shape: The sizes of its layers.
+        recipe: The recipe that trains it.
+    """
+    inside, adapter = shape.layers * shape.layer_weights, shape.adapter_weights(recipe.adapter.r)
+    return _divide(recipe, shape.weights, inside, adapter, shape)
+
+
+def _divide(recipe: Recipe, total: int, inside: int, adapter: int, shape: Shape | None) -> ModelSize:
+    """Return the trained elements and the bytes of frozen ones.
+
+    Args:
+        recipe: The recipe.
+        total: Elements of the model.
+        inside: Elements of the matrices of its layers.
+        adapter: Elements of the recipe's adapter.
+        shape: The sizes of its layers.
+    """
+    if recipe.adapter.type == "none":
+        return ModelSize(total, 0, shape)
+    wide = recipe.model.dtype == "float32" or (recipe.model.dtype == "auto" and recipe.precision == "fp32")
+    frozen = total * (4 if wide else 2)
+    if recipe.model.quantization is not None:  # 4 bits, and a scale per 64 weights
+        frozen -= int(inside * ((4 if wide else 2) - 0.52))
+    return ModelSize(adapter, frozen, shape)

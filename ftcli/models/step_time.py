@@ -1,0 +1,101 @@
+"""Estimate the time of an optimizer step from its work and the rates of a GPU. The module never imports torch.
+
+The rates come from data sheets and kernel profiles, or were measured on the machine. The other constants below come
+from groups of measurements; docs/explanation/plan-accuracy.md has the groups and the errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftcli.models.step_work import Kernels, Rows, count_work
+
+if TYPE_CHECKING:
+    from ftcli.config.plan import Plan
+    from ftcli.config.profile import ShardCounts
+    from ftcli.config.recipe import Recipe
+    from ftcli.models.shape import ModelSize, Shape
+    from ftcli.runtime.gpus import GPU
+
+
+# Rate of attention over long documents, as a part of the rate of matrix products, and the length at which it is half of
+# that. flash-attn 4: about 490 TFLOP/s over long documents (FlashAttention-3, arXiv:2407.08608), and 180 to 240 in the
+# kernel profiles of documents of 490 tokens (benchmarks/where). PyTorch's kernels: lines with and without extras.
+FLASH_ATTENTION_4, TORCH_ATTENTION = 0.7, 0.36
+HALF_RATE_LENGTH = 1200  # tokens that a token's attention spans
+# Part of the time of communication by which a step becomes longer although computation runs beside it: collectives use
+# multiprocessors and memory that computation needs. Mean of four values, each estimated without the lines of one of the
+# groups DDP, FSDP2, ZeRO-3 and fp8.
+NOT_HIDDEN = 0.65
+HOOKS_NOT_HIDDEN = 1.0  # the same where hooks inside layers gather weights: the host waits for each gather
+IDLE = 0.04  # part of a step in which no kernel runs: median of nine kernel profiles of ftcli (benchmarks/where)
+# Seconds in which the host launches the kernels of a layer that is not compiled, forward and backward, and the rest of
+# a step. From steps that wait for the host: BERT and ViT, and tiny models (docs/explanation/performance.md).
+HOST_LAYER, HOST_STEP = 1.6e-3, 7e-3
+COMPILED_HOST = 0.5  # of these seconds, for compiled layers
+LENGTH_SPREAD = 2.0  # mean of squared lengths over the squared mean, of lengths with an exponential distribution
+COLLATED = 5e6  # tokens per second that a training process collates without loader processes (benchmarks/data_wait.py)
+HOST_BANDWIDTH = 25e9  # bytes per second of host memory for each GPU: eight channels of DDR4-3200 for eight GPUs
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of an optimizer step.
+
+    Attributes:
+        compute: Computation.
+        communication: What communication adds to it.
+        data: Waiting for rows.
+        sent: Communication by itself, hidden or not.
+    """
+
+    compute: float
+    communication: float
+    data: float
+    sent: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.communication + self.data
+
+
+def estimate_step(
+    recipe: Recipe,
+    size: ModelSize,
+    shape: Shape,
+    shares: ShardCounts,
+    plan: Plan,
+    rows: Rows,
+    kernels: Kernels,
+    gpu: GPU,
+) -> StepTime:
+    """Return the time of a step.
+
+    Args:
+        recipe: The recipe.
+        size: The size of the model.
+        shape: The sizes of its layers.
+        shares: Over how many processes the profile shards weights, gradients and optimizer state.
+        plan: The batch sizes.
+        rows: Lengths of the rows.
+        kernels: What computes the layers.
+        gpu: The GPU. It must have an entry for the recipe's precision.
+    """
+    work = count_work(recipe, size, shape, shares, plan, rows, kernels)
+    half = gpu.products["bf16" if "bf16" in gpu.products else "fp16"]
+    other = gpu.products["fp32"] if recipe.precision == "fp32" else half
+    attended = shape.patches or rows.attended
+    share = FLASH_ATTENTION_4 if kernels.flash_attention_4 else TORCH_ATTENTION
+    attention = other * share * attended / (attended + HALF_RATE_LENGTH)
+    device = work.layer_flops / gpu.products[recipe.precision] + work.other_flops / other
+    device += work.attention_flops / attention + work.traffic / gpu.bandwidth
+    host = (COMPILED_HOST if kernels.compiled else 1.0) * HOST_LAYER * work.host_layers + HOST_STEP
+    compute = max(device / (1 - IDLE), host) + work.updated_on_host / HOST_BANDWIDTH
+    sent = work.sent / gpu.link + work.host_traffic / gpu.host_link
+    has_hooks = shares.is_stage_3 and not kernels.compiled
+    exposed = max(sent - compute, (HOOKS_NOT_HIDDEN if has_hooks else NOT_HIDDEN) * sent)
+    reads_itself = recipe.data.workers == 0 and shape.patches is None
+    tokens = plan.micro_size * plan.accumulation * rows.tokens
+    return StepTime(compute, exposed, tokens / COLLATED if reads_itself else 0.0, sent)

@@ -1,0 +1,47 @@
+"""Find the base model inside an adapter, and the repeated layers of a model.
+
+Code that reads a configuration, searches for layers or replaces a forward uses the base model, with or without an
+adapter. The module never imports torch or peft.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ftcli.runtime.patches import declare
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+LAYERS = declare(
+    __name__,
+    "layers-of-a-model",
+    library="transformers",
+    versions=">=5.17,<5.25",
+    purpose="Finds the layers that a model repeats, by the names of their classes",
+    without="Layers are then not compiled, and ZeRO-3 gathers the modules inside a layer one by one.",
+    alternative="None: Accelerate reads the same attribute.",
+    apis=("transformers:PreTrainedModel._no_split_modules",),
+)
+
+
+def base_model_of(model: Any) -> Any:
+    """Return the model inside peft's wrapper, with the adapter's layers; a model without adapter is returned itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Return the repeated layers of a transformers model; empty if the model does not name their classes."""
+    if not LAYERS.is_usable():
+        return []
+    inner = base_model_of(model)
+    classes = set(getattr(inner, "_no_split_modules", None) or ())
+    return [layer for name, layer in inner.named_modules() if type(layer).__name__ in classes and name[-1:].isdigit()]
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """Return the shape of the whole parameter, even if this process has only a shard of it or nothing."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 shards parameters when it loads them
+    return shape

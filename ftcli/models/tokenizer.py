@@ -1,0 +1,50 @@
+"""Load a tokenizer with a padding token and the new tokens of the recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ftcli.data.tokenizer_files import set_file_settings_aside
+from ftcli.models.hub import load_from_hub
+from ftcli.runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe_inputs import Model
+
+
+def load_tokenizer(section: Model) -> Any:
+    """Return the model's tokenizer with a padding token and the recipe's new tokens.
+
+    Truncation and padding of the tokenizer's file are switched off here. Otherwise the first encoding switches them
+    off, and a digest of the tokenizer would depend on whether it has encoded. `tokenizer_files.save_tokenizer` writes
+    them back.
+
+    Args:
+        section: The model section of the recipe.
+
+    Raises:
+        InputError: The tokenizer has neither a padding nor an end token, or a new token exists already.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = load_from_hub(AutoTokenizer, section)
+    set_file_settings_aside(tokenizer)
+    _add_tokens(tokenizer, section)
+    if tokenizer.pad_token_id is None:  # masks depend on positions only, so any token can be padding
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise InputError(
+            f"the tokenizer of {section.name} has neither a padding nor an end token",
+            hint="add pad_token to its tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Any, section: Model) -> None:
+    """Add the recipe's new tokens; raises `InputError` for a token that the tokenizer has."""
+    known = set(tokenizer.get_vocab())
+    for token in section.new_tokens:
+        if token in known:
+            raise InputError(f"model.new_tokens: the tokenizer already has {token}", hint="remove it from the list")
+        known.add(token)
+    tokenizer.add_tokens(section.new_tokens)

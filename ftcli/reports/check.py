@@ -1,0 +1,240 @@
+"""Check a recipe, its profile and its inputs on this machine before a run: `ftcli check`.
+
+The check reads files, packages and devices. plan.py derives the plan. No model is loaded. Light: never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.plan import AUTO_SIZE, Plan, derive_plan, derive_shards, describe_dropped_rows
+from ftcli.launch.preflight import check_inputs, check_trackers, describe_formats
+from ftcli.runtime.errors import EXIT_DONE, InputError, collect_problems
+from ftcli.runtime.redaction import redact
+from ftcli.tasks.protocol import properties_of
+
+if TYPE_CHECKING:
+    from ftcli.config.profile import Profile
+    from ftcli.config.recipe import Recipe
+    from ftcli.reports.survey import Survey
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of `ftcli check`.
+
+    Attributes:
+        recipe: Path of the recipe.
+        profile: Name of the profile, or "none".
+        plan: Batch sizes, steps and accumulation.
+        facts: Further facts by name.
+        notes: Remarks, such as limits of exactness.
+        data: Survey of the prepared rows, if it was requested.
+    """
+
+    recipe: str
+    profile: str
+    plan: Plan
+    facts: dict[str, Any]
+    notes: list[str]
+    data: Survey | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """2 if the rows have an error, else 0."""
+        return EXIT_DONE if self.data is None else self.data.exit_code
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, for `--json`."""
+        return {
+            "recipe": self.recipe,
+            "profile": self.profile,
+            "plan": asdict(self.plan),
+            **self.facts,
+            "notes": self.notes,
+            **({} if self.data is None else {"data": self.data.as_dict()}),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the report as text, one line per fact."""
+        plan = self.plan
+        unknown = "not known until the rows are prepared (ftcli tokenize, or the first train)"
+        rows: dict[str, Any] = {
+            "recipe": self.recipe,
+            "profile": self.profile,
+            "processes": plan.processes,
+            "rows per step": plan.batch_layout,
+            "training rows": (
+                "read from a stream" if "stream" in self.facts else unknown if plan.rows is None else plan.rows
+            ),
+            "steps": unknown if plan.steps is None else plan.steps,
+            "warm-up steps": unknown if plan.warmup_steps is None else plan.warmup_steps,
+            **self.facts,
+        }
+        width = max(len(name) for name in rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows.items()] + [f"note: {note}" for note in self.notes]
+        return lines if self.data is None else [*lines, "", *self.data.lines()]
+
+
+def check(
+    recipe: str | Path,
+    profile: str | Path | None = None,
+    *,
+    num_processes: int | None = None,
+    cpu: bool = False,
+    overrides: Sequence[str] = (),
+    data: bool = False,
+) -> Report:
+    """Check a recipe, its inputs on this machine and a profile, and derive the plan, without loading a model.
+
+    Args:
+        recipe: A recipe file, or the name of a shipped recipe.
+        profile: Name or path of an Accelerate config. None: one process.
+        num_processes: Number of processes on all machines. None: the profile's number, else one for each GPU.
+        cpu: Check for a run on the CPU.
+        overrides: Changes of the recipe such as "train.max_steps=10", applied in order.
+        data: Also prepare the rows and survey them. This loads the tokenizer and imports torch.
+
+    Returns:
+        The report. `lines()` is its text, `as_dict()` its values.
+
+    Raises:
+        InputError: All problems of the recipe, the profile and their combination, or missing data or model files.
+
+    Example:
+        >>> report = ftcli.check("recipe.yaml", profile="ddp", num_processes=8)
+        >>> for line in report.lines():
+        ...     print(line)
+        >>> report.plan.steps
+    """
+    from ftcli.config.compatibility import check_pair
+    from ftcli.config.load import find_recipe, load_recipe
+    from ftcli.config.profile import load_profile
+    from ftcli.data.cached_counts import cached_row_counts
+    from ftcli.data.chat.template_variables import recipe_notes
+    from ftcli.data.paths import model_folder
+    from ftcli.data.revisions import resolve
+    from ftcli.data.streaming.corpus import describe_stream
+    from ftcli.launch.hub_pushes import check_push_consent
+    from ftcli.launch.processes import check_devices, count_processes
+    from ftcli.models.positions import position_note
+
+    path = find_recipe(recipe)
+    loaded = load_recipe(path, overrides)
+    hardware = load_profile(profile) if profile is not None else None
+    problems = check_trackers(loaded) + ([] if hardware is None else check_pair(loaded, hardware))
+    consent = partial(check_push_consent, loaded, "its folder", trusted=loaded.model.trust_remote_code)
+    inputs = [partial(check_inputs, loaded, cpu=cpu), consent]
+    if problems := problems + collect_problems(inputs):
+        raise InputError(problems)
+    too_long = position_note(loaded, model_folder(loaded.model.name))
+    survey = _survey(path, overrides) if data else None
+    resolved = resolve(loaded)
+    loaded = resolved.recipe
+    counts = cached_row_counts(loaded)
+    machines = 1 if hardware is None else hardware.num_machines
+    world = count_processes(hardware, num_processes, cpu=cpu, num_machines=machines)
+    if hardware is not None:
+        derive_shards(*hardware.mesh, world)
+    plan = derive_plan(loaded, world, counts.get("train") if counts else None)
+    facts, notes = _describe_sizes(loaded, counts)
+    if loaded.data.streaming:
+        stream, stream_notes = describe_stream(loaded, world)
+        facts, notes = stream | facts, stream_notes + notes
+    commits = {line.partition(" ")[0] + " at": line.partition(" ")[2] for line in resolved.lines()}
+    facts = describe_formats(loaded) | commits | facts | _memory_estimate(loaded, hardware, plan, cpu=cpu)
+    notes += [*_exactness_notes(loaded), *describe_dropped_rows(loaded, plan)]
+    notes += [too_long] if too_long else []
+    notes += [] if data else recipe_notes(loaded)  # the survey of the rows has them too
+    notes += [
+        f"{problem.what} ({problem.hint})" for problem in check_devices(hardware, world, cpu=cpu, num_machines=machines)
+    ]
+    if hardware is None:
+        notes.append("no profile: trains in one process, on the GPU if there is one")
+    name = "none" if hardware is None else hardware.name
+    return Report(str(path), name, plan, redact(facts), redact(notes), survey)
+
+
+def _survey(recipe: Path, overrides: Sequence[str]) -> Survey:
+    """Return the survey of the prepared rows, importing what it needs."""
+    from ftcli.reports.survey import survey_data
+
+    return survey_data(recipe, overrides=overrides)
+
+
+def _describe_sizes(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str, Any], list[str]]:
+    """Return facts and notes about tokens per step, packing, model weights and the size of final/."""
+    from ftcli.config.recipe_inputs import NO_MODEL
+    from ftcli.config.task_registry import task_class
+    from ftcli.data.paths import model_folder
+    from ftcli.models.files import stored_shapes
+
+    facts: dict[str, Any] = {}
+    notes: list[str] = []
+    if recipe.batch.micro_size == "auto":
+        facts["micro size"] = f"auto: measured on the GPUs when the run starts; at most {AUTO_SIZE} without a GPU"
+    properties = properties_of(task_class(recipe.task))
+    if properties.needs_tokenizer and properties.reads_text:
+        facts["tokens per step"] = f"at most {recipe.batch.global_size * _most_tokens(recipe)}"
+    if recipe.data.packing and counts is not None and "documents" in counts:
+        tokens = counts["tokens"] / counts["train"]
+        facts["tokens per step"] += f", {recipe.batch.global_size * tokens:.0f} on average"
+        fill = 100 * tokens / _most_tokens(recipe)
+        facts["packing"] = f"{counts['documents']} documents in {counts['train']} rows, {fill:.1f} % full"
+    folder = model_folder(recipe.model.name)
+    if recipe.model.name == NO_MODEL:
+        notes.append("model.name is absent: the task builds its own model")
+    elif folder is None:
+        notes.append(f"model {recipe.model.name} is a name on the hub: download it with `ftcli fetch`")
+    else:
+        weights = 4 * sum(map(math.prod, stored_shapes(folder).values()))
+        if recipe.adapter.type == "none":
+            facts["disk for final/"] = f"about {weights / 1e6:.0f} MB"
+        else:
+            facts["disk for final/"] = "the adapter only, a few MB"
+        facts["model weights"] = f"{weights / 1e6:.0f} MB in float32"
+    return facts, notes
+
+
+def _most_tokens(recipe: Recipe) -> int:
+    """Return the most tokens that a row usually has, before rows are prepared."""
+    from ftcli.config.task_registry import task_class
+
+    return recipe.data.max_length * properties_of(task_class(recipe.task)).answers_per_row
+
+
+def _memory_estimate(recipe: Recipe, profile: Profile | None, plan: Plan, *, cpu: bool) -> dict[str, str]:
+    """Return the memory estimate of a process, and the recomputation that fits the model into this machine's GPUs."""
+    from ftcli.config.profile import ShardCounts
+    from ftcli.data.paths import model_folder
+    from ftcli.models.memory_estimate import choose_mode
+    from ftcli.models.shape import measure_model
+    from ftcli.runtime.devices import gpu_memory
+
+    folder = model_folder(recipe.model.name)
+    if folder is None:
+        return {}
+    shares = ShardCounts() if profile is None else profile.shard_counts(plan.processes)
+    tokens, capacity = _most_tokens(recipe), None if cpu else gpu_memory()
+    has_hooks = profile is not None and profile.is_stage_3 and recipe.adapter.type != "none"  # inside layers
+    compiled = bool(recipe.model.torch_compile) and not has_hooks  # if the recipe leaves it open, the run decides
+    how = {"fused": compiled, "compiled": compiled}
+    _, line = choose_mode(recipe, measure_model(folder, recipe), shares, plan, tokens=tokens, capacity=capacity, **how)
+    return {"memory": line.removeprefix("memory ")}
+
+
+def _exactness_notes(recipe: Recipe) -> list[str]:
+    """Return notes on settings that give different loss curves on different profiles."""
+    notes = []
+    if recipe.model.dropout or recipe.adapter.lora_dropout:
+        notes.append("dropout above 0: exact only for the same profile, number of processes and micro size")
+    elif recipe.model.dropout is None:
+        notes.append("model.dropout is absent: the model's own dropout is used; set it to 0 for exactness")
+    if recipe.model.batch_norm == "train":
+        notes.append("batch_norm: train: the curve depends on how rows are divided between processes")
+    return notes

@@ -1,0 +1,250 @@
+"""Forecast a run under one profile: memory by part, what fits, and the time of a step. Light: never imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.compatibility import check_pair
+from ftcli.config.plan import Plan, derive_batches, derive_plan
+from ftcli.models.architectures import architecture_of
+from ftcli.models.kernels.compile import LEAST_SAVED, SAVED
+from ftcli.models.memory_estimate import (
+    USABLE_FRACTION,
+    MemoryEstimate,
+    estimate_memory,
+    has_fresh_gradients,
+    modes_to_try,
+)
+from ftcli.models.step_time import StepTime, estimate_step
+from ftcli.models.step_work import Kernels, Rows
+from ftcli.runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from ftcli.config.profile import Profile
+    from ftcli.config.recipe import Recipe
+    from ftcli.models.shape import ModelSize
+    from ftcli.runtime.gpus import GPU
+
+
+# Part of the memory in the output -> names of it in the estimate. A part of the output may have several.
+PARTS = {
+    "weights": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations",),
+    "logits": ("logits",),
+    "casts": ("copies of weights", "rounded weights"),
+    "communication buffers": ("gathered",),
+}
+WORTH_NAMING = 0.97  # part of a step time below which another micro size is named
+FLASH_4_HEADS = (64, 96, 128)  # features of a head that flash-attn 4 supports (docs/explanation/kernels.md)
+FLASH_4_GPUS = ("H100", "H200", "B200")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The run and the GPUs that a forecast is about.
+
+    Attributes:
+        recipe: The recipe.
+        size: The size of the model; None if it is not known.
+        model_type: `model_type` of the model; None if it is not known.
+        rows: Training rows of an epoch; None if not known.
+        lengths: Lengths of the rows.
+        longest: Tokens of the longest row.
+        gpu: The GPU with its rates; None if they are not known.
+        capacity: Bytes of a GPU; None if not known.
+        gpus: Number of GPUs.
+    """
+
+    recipe: Recipe
+    size: ModelSize | None
+    model_type: str | None
+    rows: int | None
+    lengths: Rows
+    longest: int
+    gpu: GPU | None
+    capacity: int | None
+    gpus: int
+
+    @property
+    def usable(self) -> float | None:
+        """Bytes of a GPU that tensors may take."""
+        return None if self.capacity is None else USABLE_FRACTION * self.capacity
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a run under one profile.
+
+    Attributes:
+        profile: Name of the profile.
+        gpus: Number of GPUs it uses.
+        problem: Why the recipe cannot run on this profile; empty if it can.
+        plan: Batch sizes and steps; None if there are none.
+        memory: Peak of a GPU; None if the model's size is not known.
+        mode: What the backward pass recomputes.
+        compiled: Whether layers are compiled.
+        fits: Whether the memory is within the usable part of a GPU; None if either is not known.
+        time: Time of a step; None if it is not known.
+        tokens: Tokens of a step over all GPUs, with padding.
+        faster: The forecast of a smaller micro size that also fits and is faster, because less is recomputed.
+    """
+
+    profile: str
+    gpus: int
+    problem: str = ""
+    plan: Plan | None = None
+    memory: MemoryEstimate | None = None
+    mode: str = ""
+    compiled: bool = False
+    fits: bool | None = None
+    time: StepTime | None = None
+    tokens: float = 0.0
+    faster: Forecast | None = None
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part of the output; empty if the memory is not known."""
+        if self.memory is None:
+            return {}
+        uses = self.memory.bytes_by_use
+        return {part: sum(uses.get(name, 0) for name in names) for part, names in PARTS.items()}
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second over all GPUs."""
+        return None if self.time is None else self.tokens / self.time.total
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the whole run, without evaluations and checkpoints."""
+        known = self.time is not None and self.plan is not None and self.plan.steps is not None
+        return self.time.total * self.plan.steps / 3600 if known else None  # type: ignore[union-attr, operator]
+
+    def cost(self, price: float | None) -> float | None:
+        """Return the cost of the whole run.
+
+        Args:
+            price: Price of one GPU for one hour; None if not known.
+        """
+        return None if price is None or self.hours is None else price * self.hours * self.gpus
+
+
+def forecast(profile: Profile, target: Target) -> Forecast:
+    """Return what is expected of a run under a profile.
+
+    The micro size is the largest that the recipe allows and that fits. The backward pass recomputes as little as fits.
+    If nothing fits, the forecast is that of the smallest memory.
+
+    Args:
+        profile: The profile.
+        target: The run and the GPUs.
+    """
+    recipe, processes = target.recipe, 1 if profile.distributed_type == "NO" else target.gpus
+    known = Forecast(profile.name, processes)
+    if problems := check_pair(recipe, profile):
+        return replace(known, problem=problems[0].what)
+    try:
+        plan, shares = derive_plan(recipe, processes, target.rows), profile.shard_counts(processes)
+    except InputError as error:
+        return replace(known, problem=error.problems[0].what)
+    known = replace(known, plan=plan, tokens=plan.global_size * target.lengths.tokens)
+    if target.size is None:
+        return known
+    candidates = [_of_size(profile, target, plan, shares, micro) for micro in _micro_sizes(recipe, processes)]
+    if recipe.batch.micro_size == "auto":  # the run chooses the mode for one row, and adds rows as long as they fit
+        mode = next((one.mode for one in candidates[-1] if one.fits is not False), candidates[-1][-1].mode)
+        candidates = [[one for one in modes if one.mode == mode] for modes in candidates]
+    tried = [candidate for modes in candidates for candidate in modes]
+    chosen = next((one for one in tried if one.fits is not False), None)
+    if chosen is None:
+        chosen = min(tried, key=lambda one: one.memory.total if one.memory else 0)
+    chosen = replace(chosen, tokens=known.tokens)
+    best = min((one for one in tried if one.fits and one.time), key=_seconds, default=chosen)
+    is_faster = best.time is not None and _seconds(best) < WORTH_NAMING * _seconds(chosen)
+    return replace(chosen, faster=best) if chosen.fits and is_faster else chosen
+
+
+def _seconds(one: Forecast) -> float:
+    """Return the seconds of a step."""
+    return 0.0 if one.time is None else one.time.total
+
+
+def _micro_sizes(recipe: Recipe, processes: int) -> list[int]:
+    """Return the micro sizes that the recipe allows, the largest first."""
+    rows, limit = recipe.batch.global_size // processes, recipe.batch.micro_size
+    most = rows if isinstance(limit, str) else min(rows, limit)
+    return [size for size in range(most, 0, -1) if rows % size == 0]
+
+
+def _of_size(profile: Profile, target: Target, plan: Plan, shares: Any, micro: int) -> list[Forecast]:
+    """Return a forecast for each recomputation mode that the recipe allows, for one micro size."""
+    recipe, size = target.recipe, target.size
+    assert size is not None
+    micro, accumulation = derive_batches(plan.global_size, micro, plan.processes)
+    plan = replace(plan, micro_size=micro, accumulation=accumulation)
+    tokens = target.longest if size.shape is None or size.shape.patches is None else size.shape.patches
+    forecasts = []
+    can_compile = _compiles(profile, target, plan, "none")
+    for mode in modes_to_try(recipe, can_recompute=True, compiled=can_compile)[0]:
+        compiled = _compiles(profile, target, plan, mode)
+        kernels = Kernels(mode, compiled, _has_liger(target, compiled), _has_flash_attention_4(target))
+        how = {
+            "fused": (compiled or kernels.liger) and mode != "selective",
+            "compiled": compiled,
+            "fresh_gradients": has_fresh_gradients(shares, plan),
+        }
+        memory = estimate_memory(recipe, size, shares, rows=micro, tokens=tokens, mode=mode, **how)
+        fits = None if target.usable is None else memory.total <= target.usable
+        time = None
+        if target.gpu is not None and size.shape is not None and recipe.precision in target.gpu.products:
+            time = estimate_step(recipe, size, size.shape, shares, plan, target.lengths, kernels, target.gpu)
+        forecasts.append(
+            Forecast(
+                profile.name,
+                plan.processes,
+                plan=plan,
+                memory=memory,
+                mode=mode,
+                compiled=compiled,
+                fits=fits,
+                time=time,
+            )
+        )
+    return forecasts
+
+
+def _compiles(profile: Profile, target: Target, plan: Plan, mode: str) -> bool:
+    """Return whether the run compiles its layers; training/acceleration.py decides by the same rules."""
+    recipe, shape = target.recipe, target.size.shape if target.size else None
+    has_hooks = profile.is_stage_3 and (recipe.adapter.type != "none" or (shape is not None and shape.has_experts))
+    if shape is None or has_hooks or mode == "selective":
+        return False
+    if recipe.model.torch_compile is not None:
+        return bool(recipe.model.torch_compile)
+    saves_memory = recipe.model.quantization is not None or recipe.model.activation_offloading
+    if not architecture_of(target.model_type).compiles_layers or recipe.precision == "fp32" or saves_memory:
+        return False
+    if plan.steps is None:
+        return True
+    tokens = target.lengths.tokens * plan.global_size * plan.steps / plan.processes
+    return SAVED * tokens * shape.layers * (shape.hidden + shape.inner) >= LEAST_SAVED
+
+
+def _has_liger(target: Target, compiled: bool) -> bool:
+    """Return whether layers have Liger's kernels, if the package is installed where the run trains."""
+    is_known = architecture_of(target.model_type).liger_norm is not None
+    return is_known and not compiled and target.recipe.model.use_liger_kernel is not False
+
+
+def _has_flash_attention_4(target: Target) -> bool:
+    """Return whether attention is flash-attn 4, if the package is installed where the run trains."""
+    shape = target.size.shape if target.size else None
+    if shape is None or target.gpu is None or target.recipe.precision == "fp32":
+        return False
+    is_packable = architecture_of(target.model_type).packed_attention is not None
+    is_open = target.recipe.model.attn_implementation in (None, "flash_attention_4")
+    has_heads = shape.attention // shape.heads in FLASH_4_HEADS
+    return is_packable and is_open and has_heads and target.gpu.name.startswith(FLASH_4_GPUS)

@@ -1,0 +1,236 @@
+"""Write a report of `ftcli plan` as text and as JSON. Light: never imports torch."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.plan import pluralise
+from ftcli.reports.forecast import PARTS
+from ftcli.runtime.machine.facts import GB
+from ftcli.runtime.redaction import redact
+
+if TYPE_CHECKING:
+    from ftcli.reports.forecast import Forecast
+    from ftcli.reports.plan import PlanReport
+
+
+SHORT = {"communication buffers": "buffers", "activations": "activ.", "gradients": "gradients", "optimizer": "optim."}
+RECOMPUTED = {"none": "nothing", "selective": "less", "full": "everything"}
+MOST_COLUMNS = 100  # columns
+SAME = 0.03  # relative difference below which two step times are the same
+
+
+def lines(report: PlanReport) -> list[str]:
+    """Return a report as text: the run, three tables, a verdict for each profile, and what was assumed.
+
+    Args:
+        report: The report.
+    """
+    text = [*_head(report), ""]
+    usable = [one for one in report.forecasts if one.memory is not None]
+    if usable:
+        text += ["memory of a GPU at its peak, in GB", *_memory_table(usable), ""]
+        text += ["time of a step, in milliseconds", *_time_table(usable), ""] if any(one.time for one in usable) else []
+        text += ["the whole run", *_run_table(report, usable), ""]
+    names = max(len(one.profile) for one in report.forecasts)
+    for one in report.forecasts:
+        text += _wrapped(f"{one.profile:<{names}}  {verdict(one, report)}", names + 2)
+    text += [""] * bool(report.missing or report.notes or usable)
+    remarks = [f"hint: {line}" for line in hints(report)]
+    remarks += [f"not known: {line}" for line in report.missing] + [f"note: {line}" for line in report.notes]
+    if usable:
+        remarks.append("note: the packages of `ftcli[kernels]` and flash-attn 4 are assumed on the GPUs")
+        remarks.append("note: evaluations, checkpoints, compilation and passes before training are not counted")
+    for line in remarks:
+        text += _wrapped(line, 2)
+    return [redact(line) for line in text]
+
+
+def _wrapped(line: str, indent: int) -> list[str]:
+    """Return a line as lines of at most `MOST_COLUMNS` columns, unless a word is longer; all but the first indented."""
+    if len(line) <= MOST_COLUMNS:
+        return [line]
+    more = " " * indent
+    return textwrap.wrap(line, MOST_COLUMNS, subsequent_indent=more, break_long_words=False, break_on_hyphens=False)
+
+
+def _head(report: PlanReport) -> list[str]:
+    """Return the facts of the run and of the GPUs, one a line."""
+    target, recipe = report.target, report.target.recipe
+    facts = {"recipe": report.recipe, "model": recipe.model.name}
+    if target.size is not None:
+        facts["trained"] = f"{target.size.trained / 1e6:,.2f} million weights, precision {recipe.precision}"
+        if target.size.frozen_bytes:
+            facts["frozen"] = f"{target.size.frozen_bytes / GB:.2f} GB of weights"
+    unit = "patches" if target.size and target.size.shape and target.size.shape.patches else "tokens"
+    facts["rows per step"] = f"{recipe.batch.global_size} of at most {target.longest:,} {unit}"
+    kind = "of unknown rates" if target.gpu is None else f"x {target.gpu.name} ({target.gpu.source})"
+    facts["GPUs"] = f"{target.gpus} {kind}"
+    if target.capacity is not None and target.usable is not None:
+        facts["memory of a GPU"] = f"{target.capacity / GB:.1f} GB, of which tensors may take {target.usable / GB:.1f}"
+    width = max(map(len, facts))
+    return [f"{key:<{width}}  {value}" for key, value in facts.items()]
+
+
+def _memory_table(forecasts: Sequence[Forecast]) -> list[str]:
+    """Return the table of memory by part."""
+    shown = [part for part in PARTS if any(one.parts[part] for one in forecasts)]
+    head = ["profile", *(SHORT.get(part, part) for part in shown), "total"]
+    rows = [[one.profile, *(_gb(one.parts[part]) for part in shown), _gb(sum(one.parts.values()))] for one in forecasts]
+    return _table(head, rows)
+
+
+def _time_table(forecasts: Sequence[Forecast]) -> list[str]:
+    """Return the table of times: computation, what communication adds, waiting for rows, and their sum."""
+    head = ["profile", "compute", "exposed communication", "data", "total", "communication share"]
+    rows = []
+    for one in forecasts:
+        if (time := one.time) is not None:
+            seconds = (time.compute, time.communication, time.data, time.total)
+            share = 100 * time.communication / time.total
+            rows.append([one.profile, *(f"{1000 * part:,.0f}" for part in seconds), f"{share:.0f} %"])
+    return _table(head, rows)
+
+
+def _run_table(report: PlanReport, forecasts: Sequence[Forecast]) -> list[str]:
+    """Return the table of batch sizes, recomputation, speed, hours and cost."""
+    head = ["profile", "GPUs", "rows x micro-batches", "recomputed", "tokens/s", "steps", "hours"]
+    head += ["cost"] * (report.price is not None)
+    rows = []
+    for one in forecasts:
+        assert one.plan is not None
+        speed, hours, cost = one.tokens_per_second, one.hours, one.cost(report.price)
+        row = [one.profile, str(one.gpus), f"{one.plan.micro_size} x {one.plan.accumulation}", one.mode]
+        row += ["-" if speed is None else f"{speed:,.0f}", "-" if one.plan.steps is None else f"{one.plan.steps:,}"]
+        row += ["-" if hours is None else f"{hours:,.2f}" if hours >= 1 else f"{hours:.2g}"]
+        rows.append(row + ["-" if cost is None else f"{cost:,.2f}"] * (report.price is not None))
+    return _table(head, rows)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return a table: the first column begins at the left, the others end at the right."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    cells = [
+        [f"{row[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in [head, *rows]
+    ]
+    return ["  " + "  ".join(row).rstrip() for row in cells]
+
+
+def _gb(size: int) -> str:
+    """Return bytes as GB; a dash for nothing."""
+    return f"{size / GB:,.2f}" if size else "-"
+
+
+def verdict(one: Forecast, report: PlanReport) -> str:
+    """Return what is to be said about a profile, in words.
+
+    Args:
+        one: The forecast of the profile.
+        report: The report with the others.
+    """
+    usable, fastest = report.target.usable, report.fastest
+    if one.problem:
+        return f"cannot run this recipe: {one.problem}"
+    if one.memory is None:
+        steps = "" if one.plan is None or one.plan.steps is None else f", {pluralise(one.plan.steps, 'step')}"
+        return f"not known; rows per step: {one.plan.batch_layout if one.plan else '-'}{steps}"
+    if one.fits is None:
+        return f"needs {one.memory.total / GB:.1f} GB of each GPU"
+    if not one.fits and usable is not None:
+        part, size = max(one.parts.items(), key=lambda item: item[1])
+        rest = f"the largest part is {part} with {size / GB:.1f}"
+        return f"does not fit: needs {one.memory.total / GB:.1f} GB of {usable / GB:.1f}; {rest}"
+    if fastest is None or one.tokens_per_second is None or fastest.tokens_per_second is None:
+        return "fits"
+    if one is fastest:
+        return f"fits; the fastest of the profiles that fit, with {pluralise(one.gpus, 'GPU')}"
+    ratio = fastest.tokens_per_second / one.tokens_per_second - 1
+    if ratio < SAME:
+        return f"fits; as fast as {fastest.profile} within {100 * SAME:.0f} %"
+    return f"fits; {_slower(ratio)} {fastest.profile}: {_reason(one, fastest)}"
+
+
+def hints(report: PlanReport) -> list[str]:
+    """Return the smaller micro sizes that are faster, grouped by what they gain.
+
+    Args:
+        report: The report.
+    """
+    profiles_by_gain: dict[str, list[str]] = {}
+    for one in report.forecasts:
+        if (other := one.faster) is not None and one.time and other.time and one.plan and other.plan:
+            gain = 100 * (one.time.total / other.time.total - 1)
+            recomputed = RECOMPUTED[other.mode]
+            key = f"batch.micro_size={other.plan.micro_size} is {gain:.0f} % faster, because {recomputed} is recomputed"
+            profiles_by_gain.setdefault(key, []).append(one.profile)
+    return [f"{', '.join(names)}: {key}" for key, names in profiles_by_gain.items()]
+
+
+def _slower(ratio: float) -> str:
+    """Return how much slower something is, in words, before the name of the faster."""
+    return f"{100 * ratio:.0f} % slower than" if ratio < 1 else f"{1 + ratio:.1f} times as slow as"
+
+
+def _reason(one: Forecast, fastest: Forecast) -> str:
+    """Return the largest difference of a forecast to the fastest one, in words."""
+    if one.gpus < fastest.gpus:
+        return f"it uses {pluralise(one.gpus, 'GPU')} of {fastest.gpus}"
+    assert one.time is not None and fastest.time is not None
+    more = {
+        "communication that is not hidden": one.time.communication - fastest.time.communication,
+        "computation": one.time.compute - fastest.time.compute,
+    }
+    part, seconds = max(more.items(), key=lambda item: item[1])
+    recomputes = one.mode != fastest.mode and part == "computation"
+    because = f", because {RECOMPUTED[one.mode]} is recomputed" if recomputes else ""
+    return f"{1000 * seconds:,.0f} ms more of {part}{because}"
+
+
+def as_dict(report: PlanReport) -> dict[str, Any]:
+    """Return a report as plain values. Sizes are bytes, times seconds; null stands for what is not known.
+
+    Args:
+        report: The report.
+    """
+    target, fastest = report.target, report.fastest
+    gpu = None if target.gpu is None else {"name": target.gpu.name, "source": target.gpu.source}
+    return {
+        "recipe": report.recipe,
+        "gpus": target.gpus,
+        "gpu": gpu,
+        "memory_bytes": target.capacity,
+        "usable_bytes": None if target.usable is None else int(target.usable),
+        "profiles": [_profile(one, report) for one in report.forecasts],
+        "fastest": None if fastest is None else fastest.profile,
+        "hints": hints(report),
+        "missing": [redact(line) for line in report.missing],
+        "notes": [redact(line) for line in report.notes],
+    }
+
+
+def _profile(one: Forecast, report: PlanReport) -> dict[str, Any]:
+    """Return the values of one profile."""
+    plan, time, memory = one.plan, one.time, one.memory
+    parts = {part.replace(" ", "_"): size for part, size in one.parts.items()}
+    seconds = None
+    if time is not None:
+        seconds = {"compute": time.compute, "communication": time.communication, "data": time.data, "total": time.total}
+    return {
+        "profile": one.profile,
+        "gpus": one.gpus,
+        "fits": one.fits,
+        "verdict": verdict(one, report),
+        "micro_size": None if plan is None or memory is None else plan.micro_size,
+        "accumulation": None if plan is None or memory is None else plan.accumulation,
+        "gradient_checkpointing": one.mode or None,
+        "torch_compile": None if memory is None else one.compiled,
+        "memory_bytes": None if memory is None else parts | {"total": memory.total},
+        "step_seconds": seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "steps": None if plan is None else plan.steps,
+        "hours": one.hours,
+        "cost": one.cost(report.price),
+    }

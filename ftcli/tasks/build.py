@@ -1,0 +1,40 @@
+"""Create the task of a recipe. Each file in this folder that defines `Options` and `Task` is a task of that name.
+
+A user's task is `./my_task.py` or `package.module`. Finding a task imports its module only. The tasks of ftcli import
+torch inside functions; a user's task may import it anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftcli.config.task_registry import find_task
+from ftcli.models.kernels.document_attention import check_attention
+from ftcli.runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
+    from ftcli.tasks.protocol import Task
+
+
+def build_task(recipe: Recipe) -> Task:
+    """Create the recipe's task and load its tokenizer or image processor.
+
+    Args:
+        recipe: The recipe of the run.
+
+    Returns:
+        The task.
+
+    Raises:
+        InputError: The task does not exist, `task_options` are invalid, or the model does not fit the recipe's data.
+    """
+    from ftcli.config.validation import validate
+
+    module = find_task(recipe.task)
+    options, problems = validate(module.Options, recipe.task_options, prefix=("task_options",))
+    if problems:
+        raise InputError(problems)
+    check_attention(recipe, module.Task)
+    task: Task = module.Task(recipe, options)
+    return task

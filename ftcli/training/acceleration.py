@@ -1,0 +1,259 @@
+"""Choose and apply kernels, compilation and recomputation for a loaded model, before `Accelerator.prepare`.
+
+None of them may change the loss curve beyond rounding. `accelerate_model` fixes their order and gives the reasons.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ftcli.config.profile import profile_of_process
+from ftcli.data.packing import lengths_of, row_capacity
+from ftcli.models.architectures import architecture_of
+from ftcli.models.kernels.activation_checkpointing import can_recompute, enable_recomputation
+from ftcli.models.kernels.activation_offloading import offload_activations
+from ftcli.models.kernels.compile import (
+    COMPILERS,
+    HOOKS,
+    LEAST_SAVED,
+    SAVED,
+    compile_layers,
+    compile_problem,
+    fall_back,
+)
+from ftcli.models.kernels.float8 import multiply_in_float8
+from ftcli.models.kernels.liger import liger_problem, use_liger
+from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
+from ftcli.models.memory_estimate import choose_mode
+from ftcli.models.shape import ModelSize, Shape
+from ftcli.models.structure import base_model_of
+from ftcli.runtime.installed import is_installed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ftcli.config.plan import Plan
+    from ftcli.config.recipe import Recipe
+    from ftcli.data.cache import PreparedRows
+    from ftcli.hardware.interface import Hardware
+    from ftcli.training.prepared_data import PreparedData
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """What was done to a model.
+
+    Attributes:
+        recomputed: What the backward pass computes again: none, selective or full.
+        compiled: Whether the layers are compiled.
+        kernel_lines: One line for the log for each kernel, and for compilation where it was left out.
+        memory_line: The line for the log that gives the memory estimate.
+    """
+
+    recomputed: str
+    compiled: bool
+    kernel_lines: list[str]
+    memory_line: str
+
+
+def accelerate_model(
+    model: nn.Module, recipe: Recipe, data: PreparedData, hardware: Hardware
+) -> tuple[nn.Module, Recipe, Acceleration]:
+    """Choose and apply recomputation, kernels and compilation, and give the model its precision. A collective.
+
+    The order is fixed:
+
+    1. Recomputation is chosen from a memory estimate. The estimate depends on whether layers are compiled, so
+       compilation is chosen first, as if nothing were recomputed.
+    2. Compilation is chosen for good, because it cannot be combined with selective recomputation.
+    3. Kernels replace parts of the layers. Layers are compiled last, because a graph contains the layer as it is then.
+    4. The backend makes the model compute in the recipe's precision. The optimizer is built for the result.
+
+    Args:
+        model: The model with its adapter, not yet prepared.
+        recipe: The recipe.
+        data: The rows and the plan of the run.
+        hardware: The hardware of the run.
+
+    Returns:
+        The model, the recipe with `model.torch_compile` set to what is done, and what was done.
+
+    Raises:
+        InputError: The recipe asks for a kernel that this model or machine cannot use.
+    """
+    compile_choice = partial(choose_compile, model, recipe, data.plan, data.rows)
+    device_type, may_compile = hardware.accelerator.device.type, hardware.may_compile(model)
+    estimated, _ = compile_choice("none", device_type=device_type, may_compile=may_compile)
+    recomputed, memory_line = choose_recomputation(
+        model, recipe, data.plan, hardware, data.rows, compiled=bool(estimated.model.torch_compile)
+    )
+    recipe, not_compiled = compile_choice(recomputed, device_type=device_type, may_compile=may_compile)
+    kernel_lines = [*use_kernels(model, recipe, hardware, recomputed), *not_compiled]
+    model = hardware.before_prepare(model, recipe)
+    return model, recipe, Acceleration(recomputed, bool(recipe.model.torch_compile), kernel_lines, memory_line)
+
+
+def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed: str) -> list[str]:
+    """Replace parts of the layers by faster ones, where the recipe and this machine allow it, and compile the layers.
+
+    Args:
+        model: The model, not yet prepared.
+        recipe: The recipe with `model.torch_compile` decided.
+        hardware: The hardware of the run.
+        recomputed: What the backward pass computes again: none, selective or full.
+
+    Returns:
+        One line for the log for each part.
+
+    Raises:
+        InputError: The recipe asks for a kernel that this model or machine cannot use.
+    """
+    device_type = hardware.accelerator.device.type
+    share_casts(model)
+    leave_adapter_inputs(model, recipe)
+    return [
+        *use_liger(model, recipe, on_gpu=device_type == "cuda"),
+        *multiply_in_float8(model, recipe, device_type),
+        *compile_layers(model, recipe, recomputed),
+    ]
+
+
+def choose_recomputation(
+    model: nn.Module, recipe: Recipe, plan: Plan, hardware: Hardware, rows: PreparedRows, *, compiled: bool
+) -> tuple[str, str]:
+    """Choose what the backward pass computes again, from the recipe or from a memory estimate, and apply it.
+
+    A collective. All ranks make the same choice, for the smallest device.
+
+    Args:
+        model: The model, not yet prepared.
+        recipe: The recipe.
+        plan: The plan of the run.
+        hardware: The hardware of the run.
+        rows: The rows of the run.
+        compiled: Whether its layers will be compiled if nothing is recomputed selectively.
+
+    Returns:
+        What is computed again (none, selective or full), and one line for the log.
+    """
+    shares = profile_of_process(os.environ).shard_counts(plan.processes)
+    sizes, tokens = _sizes(model), _longest_row(recipe, rows)
+    capacities, trained, frozen = zip(
+        *hardware.ranks.collect((_gpu_memory(hardware), sizes.trained, sizes.frozen_bytes)), strict=True
+    )
+    sizes = ModelSize(max(trained), max(frozen), sizes.shape)  # ties and dtypes may not exist on every rank yet
+    kind = getattr(getattr(base_model_of(model), "config", None), "model_type", "unknown")
+    has_liger = liger_problem(recipe, kind, on_gpu=hardware.accelerator.device.type == "cuda") is None
+    able, capacity = can_recompute(model), min((size for size in capacities if size is not None), default=None)
+    how = {"can_recompute": able, "fused": compiled or has_liger, "compiled": compiled}
+    mode, line = choose_mode(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, **how)
+    enable_recomputation(model, mode)
+    if recipe.model.activation_offloading:
+        offload_activations(model)
+        line += "; activations are offloaded to the host"
+    return mode, line
+
+
+def _sizes(model: nn.Module) -> ModelSize:
+    """Return the sizes that the memory estimate needs."""
+    config: Any = getattr(model, "config", None)
+    shape = Shape.of(config.to_dict()) if hasattr(config, "to_dict") else None
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return ModelSize(
+        trained, sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad), shape
+    )
+
+
+def _longest_row(recipe: Recipe, rows: PreparedRows) -> int:
+    """Return the number of tokens of the longest row that the model is trained on."""
+    if rows.bins is not None or rows.streamed or "input_ids" not in rows.train.column_names:
+        return row_capacity(rows.train, recipe.data.max_length)
+    return int(lengths_of(rows.train).max())
+
+
+def _gpu_memory(hardware: Hardware) -> int | None:
+    """Return the memory of this process's GPU in bytes; None without a GPU, because processes share the host memory."""
+    device = hardware.accelerator.device
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def choose_compile(
+    model: nn.Module,
+    recipe: Recipe,
+    plan: Plan,
+    rows: PreparedRows,
+    recomputed: str,
+    *,
+    device_type: str,
+    may_compile: bool,
+) -> tuple[Recipe, list[str]]:
+    """Choose whether layers are compiled.
+
+    The recipe decides, if the backend allows it. Where the recipe leaves it open, layers are compiled on GPUs if this
+    saves time, and a layer that cannot be compiled runs as it is.
+
+    Args:
+        model: The model, not yet prepared.
+        recipe: The recipe; `model.torch_compile` is true, false or None.
+        plan: The plan of the run.
+        rows: The rows of the run.
+        recomputed: What the backward pass computes again: none, selective or full.
+        device_type: Type of the device, such as "cuda".
+        may_compile: Whether the backend allows layers to be compiled.
+
+    Returns:
+        The recipe with `model.torch_compile` decided, and on GPUs one line for the log if layers are not compiled.
+    """
+    requested = recipe.model.torch_compile
+    if requested and not may_compile:
+        return _with_compile(recipe, compiled=False), [f"torch_compile: left out, {HOOKS}"]
+    if requested:
+        fall_back(quietly=False)
+    if requested is not None:
+        return recipe, []
+    on_gpu = device_type == "cuda"
+    problem = (
+        _reason_not_to_compile(model, recipe, plan, rows, recomputed, may_compile) if on_gpu else "there is no GPU"
+    )
+    if problem is None:
+        fall_back(quietly=True)
+    lines = [f"torch_compile: none, {problem}"] if problem and on_gpu else []
+    return _with_compile(recipe, compiled=problem is None), lines
+
+
+def _with_compile(recipe: Recipe, *, compiled: bool) -> Recipe:
+    """Return the recipe with `model.torch_compile` set."""
+    section = recipe.model.model_copy(update={"torch_compile": compiled})
+    return recipe.model_copy(update={"model": section})
+
+
+def _reason_not_to_compile(
+    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, may_compile: bool
+) -> str | None:
+    """Return why a model on a GPU is not compiled if the recipe leaves it open, in a few words, or None."""
+    config: Any = getattr(base_model_of(model), "config", None)
+    kind = getattr(config, "model_type", None)
+    shape = Shape.of(config.to_dict()) if architecture_of(kind).compiles_layers else None
+    if shape is None:
+        return f"no gain is known for models of type {kind}"
+    if recipe.precision == "fp32":
+        return "fp32 is meant for exact results"
+    if recipe.model.quantization is not None or recipe.model.activation_offloading or recomputed == "selective":
+        return "it cannot be combined with the memory saving of this run"
+    if not may_compile:
+        return HOOKS
+    if not any(map(shutil.which, COMPILERS)) or not is_installed("triton"):
+        return "it needs a C++ compiler and Triton"
+    if (unusable := compile_problem()) is not None:
+        return unusable
+    of_row = recipe.data.max_length if rows.streamed else int(lengths_of(rows.train).sum()) / max(plan.rows or 1, 1)
+    tokens = of_row * plan.global_size * (plan.steps or 0) / plan.processes
+    if (saved := SAVED * tokens * shape.layers * (shape.hidden + shape.inner)) < LEAST_SAVED:
+        return f"this run is too short for compilation to pay off: it would save {saved:.0f} s"
+    return None

@@ -1,0 +1,123 @@
+"""Read prepared rows as a data set, and collate them into batches on the host.
+
+`data/sampler.py` has the order of the rows. The task collates.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ftcli.config.task_registry import FROM_FILE, find_task
+from ftcli.data.sampler import Key
+from ftcli.runtime.seeds import PADDING
+
+if TYPE_CHECKING:
+    from ftcli.data.packing import Bins
+    from ftcli.tasks.protocol import Batch, Row, Task
+
+
+class WithTask:
+    """Base class of objects that are sent to loader processes with a task. The task may be defined in a user's file."""
+
+    task: Task
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"task": PickledTask(self.task)}
+
+
+class Rows(WithTask):
+    """Map-style data set of prepared rows. A key is (epoch, index), an item is the list of the row's documents.
+
+    A document is a dictionary. A packed row has several documents, any other row one. Excluded documents, and rows that
+    fill up a micro-batch, are blank: they keep their shape and do not contribute to the loss.
+
+    Args:
+        rows: The prepared rows.
+        task: The recipe's task.
+        training: Whether the rows are training rows.
+        bins: The packed rows; None without packing.
+        excluded: Ids of documents that are blank. `columns` are added to each document by its number.
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        task: Task,
+        *,
+        training: bool,
+        bins: Bins | None = None,
+        excluded: Set[int] = frozenset(),
+        columns: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.columns = {} if columns is None else columns  # an empty one may be filled in later
+        self.rows, self.task, self.training, self.bins, self.excluded = rows, task, training, bins, excluded
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.bins is None else len(self.bins)
+
+    def __getitem__(self, key: Key) -> list[Row]:
+        epoch, index = key
+        documents = [max(index, 0)] if self.bins is None or index == PADDING else self.bins[index]
+        return [self._document(number, epoch, blank=index == PADDING) for number in documents]
+
+    def _document(self, number: int, epoch: int, *, blank: bool) -> Row:
+        row = self.rows[number] | {"epoch": epoch, "training": self.training}
+        row |= {name: column[number] for name, column in self.columns.items()}
+        return self.task.blank(row) | {"id": PADDING} if blank or row["id"] in self.excluded else row
+
+
+@dataclass(frozen=True)
+class Collate(WithTask):
+    """Collates rows into a batch of tensors. A class, so that it can be sent to loader processes.
+
+    Attributes:
+        task: The recipe's task.
+        sources: Add `item_sources [N]`, int16: the source of each value of the task's `loss`, or PADDING for values of
+            blank rows.
+    """
+
+    task: Task
+    sources: bool = False
+
+    def __call__(self, rows: list[list[Row]]) -> Batch:
+        """Return the task's batch with `sample_ids`, int64: one id for each document."""
+        import torch
+
+        documents = [document for row in rows for document in row]
+        batch = self.task.collate(documents) | {"sample_ids": torch.tensor([row["id"] for row in documents])}
+        if self.sources:
+            values = [
+                (row["source"], row.get("items", 1)) if row["id"] != PADDING else (PADDING, 0) for row in documents
+            ]
+            numbers, items = np.array(values).T
+            value_sources = np.repeat(numbers, items if self.task.item == "token" else 1)
+            batch["item_sources"] = torch.from_numpy(value_sources.astype(np.int16))
+        return batch
+
+
+class PickledTask:
+    """Pickles a task for another process, where unpickling returns the task itself.
+
+    A process that was not forked has not imported the user's file. It imports the file before it unpickles the task.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __reduce__(self) -> tuple[Callable[..., Task], tuple[str | None, bytes]]:
+        module = sys.modules[type(self._task).__module__]
+        return _unpickle, (module.__file__ if module.__name__.startswith(FROM_FILE) else None, pickle.dumps(self._task))
+
+
+def _unpickle(file: str | None, task: bytes) -> Task:
+    """Return a pickled task, after importing its file unless that is None."""
+    if file is not None:
+        find_task(file)
+    unpickled: Task = pickle.loads(task)
+    return unpickled

@@ -1,0 +1,112 @@
+"""Build the training and evaluation loaders of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ftcli.data.sampler import EvalOrder, TrainOrder
+from ftcli.runtime.stop import ignore_signals_in_workers
+from ftcli.training.batches.dataloaders import Collate, Rows
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from ftcli.config.recipe import Recipe
+    from ftcli.hardware.interface import Hardware
+    from ftcli.training.batches.streaming_loader import StreamLoader
+    from ftcli.training.prepared_data import PreparedData
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The loaders of a run.
+
+    Attributes:
+        train: Training batches. A `DataLoader` in global order, which Accelerate divides, or a stream.
+        evaluation: Evaluation batches in global order; None without an evaluation.
+        order: The batch sampler of the training rows; None for a stream.
+    """
+
+    train: DataLoader | StreamLoader
+    evaluation: DataLoader | None
+    order: TrainOrder | None
+
+    @property
+    def map_style(self) -> list[DataLoader | None]:
+        """The training and evaluation loaders for `Accelerator.prepare`; None if there is none.
+
+        A stream is not included, because each process builds its own part of it.
+        """
+        train: Any = None if self.order is None else self.train
+        return [train, self.evaluation]
+
+    def with_prepared(self, prepared: list[Any]) -> Loaders:
+        """Return these loaders after replacing those of `map_style` by the ones that Accelerate returned."""
+        train, evaluation = prepared
+        return replace(self, train=self.train if train is None else train, evaluation=evaluation)
+
+
+def build_loaders(
+    recipe: Recipe,
+    data: PreparedData,
+    first_step: int = 0,
+    hardware: Hardware | None = None,
+    excluded: Set[int] = frozenset(),
+) -> Loaders:
+    """Build the loaders of training and evaluation rows.
+
+    Args:
+        recipe: The recipe.
+        data: The task, its rows and the plan.
+        first_step: Number of optimizer steps that are done. A stream begins at its start and is moved later.
+        hardware: The device, which decides about pinned memory, and the ranks, which a stream needs.
+        excluded: Ids of training documents that are replaced by padding. The set may grow until the first iteration.
+
+    Returns:
+        Loaders of host batches in global order, and for a stream the loader of this process.
+    """
+    from torch.utils.data import DataLoader
+
+    task, rows, plan = data.task, data.rows, data.plan
+    on_gpu = hardware is not None and hardware.accelerator.device.type == "cuda"
+
+    def loader(split: Any, order: Any, *, training: bool) -> DataLoader:
+        return DataLoader(
+            Rows(  # type: ignore[arg-type]
+                split,
+                task,
+                training=training,
+                bins=rows.bins if training else None,
+                excluded=excluded if training else frozenset(),
+                columns=rows.derived["train" if training else "eval"],
+            ),
+            batch_sampler=order,
+            collate_fn=Collate(task, sources=training and len(rows.sources) > 0),
+            num_workers=recipe.data.workers if training else 0,
+            pin_memory=on_gpu and training and recipe.data.workers > 0,  # without workers prefetch.py pins
+            worker_init_fn=ignore_signals_in_workers,
+        )
+
+    evaluation = None
+    if rows.eval is not None:
+        eval_order = EvalOrder(len(rows.eval), micro_size=plan.micro_size, processes=plan.processes)
+        evaluation = loader(rows.eval, eval_order, training=False)
+    if rows.train_rows is None:
+        from ftcli.training.batches.streaming_loader import build_stream  # imports torch
+
+        assert hardware is not None
+        return Loaders(build_stream(recipe, plan, task, rows.facts, hardware.ranks, excluded), evaluation, None)
+    assert plan.steps is not None and plan.steps_per_epoch is not None
+    train_order = TrainOrder(
+        rows.train_rows,
+        global_size=plan.global_size,
+        micro_size=plan.micro_size,
+        seed=recipe.seed,
+        first_step=first_step,
+        steps=plan.steps,
+        steps_per_epoch=plan.steps_per_epoch,
+        lengths=rows.lengths,
+    )
+    return Loaders(loader(rows.train, train_order, training=True), evaluation, train_order)

@@ -1,0 +1,175 @@
+"""Check that every trained tensor receives a gradient.
+
+A wrong freeze, an unused head or a detached part of the graph raises no error; it only makes the result worse. The
+check reads the optimizer's moments, which every backend has and every checkpoint stores. Without a gradient they are
+exactly zero, or after a resume exactly the decayed values. So one check at one step of each launch is enough. The names
+of the trained tensors are recorded when the run is prepared. This module is independent of the backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ftcli.hardware.optimizer_state import MOMENTS
+from ftcli.models.architectures import EXPERT_MODULES
+from ftcli.runtime.errors import RunError
+from ftcli.runtime.log import log_line
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ftcli.training.run import Run
+
+
+Norms = dict[tuple[str, int], float]  # (tensor, start of its shard) -> 2-norm of the first moment on this process
+
+CHECKED_AFTER_STEPS = 20  # of a launch; a shorter launch is checked after its last step
+ROUNDING = 5e-6  # relative error of a float32 moment that decayed for `CHECKED_AFTER_STEPS` steps
+MAX_TENSORS_NAMED = 8
+NEW_ROWS = "trainable_tokens_delta"  # peft's name of the rows of new tokens
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """State of a run directly after it was resumed.
+
+    Attributes:
+        step: Number of steps that were done.
+        skipped: Number of those steps that did not change the weights.
+        moments: Norms of the first moments on this process.
+    """
+
+    step: int
+    skipped: int
+    moments: Norms
+
+    @classmethod
+    def of(cls, run: Run) -> Resumed:
+        """Return the state of a run that has just loaded a checkpoint. Waits for the device."""
+        return cls(run.first_step, skipped_steps(run), first_moments(run))
+
+
+def check_still_trained(run: Run, weights: list[nn.Parameter]) -> None:
+    """Check that no trained tensor was frozen since the run was prepared. Reads no values of tensors.
+
+    Args:
+        run: The run.
+        weights: The parameters of `Hardware.trained`.
+
+    Raises:
+        RunError: `requires_grad` of a trained tensor is False. On every process.
+    """
+    if all(weight.requires_grad for weight in weights):
+        return
+    names = run.hardware.trained_shapes(run.model)
+    changed = [name for name, weight in zip(names, weights, strict=True) if not weight.requires_grad]
+    raise RunError(
+        f"{len(changed)} of {len(names)} trained tensors do not require a gradient any more: {_list_names(changed)}. "
+        "What is trained is decided when the run is prepared (a task freezes parameters in `finish_model`). "
+        "To compute without the adapter use `with ftcli.disable_adapter(model):`, not peft's own method, which changes "
+        "requires_grad"
+    )
+
+
+def check_gradients(run: Run, step: int) -> None:
+    """Check once in each launch that all trained tensors receive gradients. A collective at that one step.
+
+    A new run is checked after step 20, or after its last step if it is shorter. A resumed run is checked after 20
+    further steps. A run with a single update is not checked, because LoRA's A has no gradient before B has changed.
+    Tensors that may rarely get a gradient are left out: those of modules in `EXPERT_MODULES` or in the task's `sparse`,
+    and embeddings of new tokens.
+
+    Args:
+        run: The run.
+        step: Number of the step that was just done.
+
+    Raises:
+        RunError: Tensors have no gradient. With `faults.missing_gradient: warn` they are logged instead.
+    """
+    if step == min(CHECKED_AFTER_STEPS, run.steps) and step - skipped_steps(run) >= 2:
+        _report_missing(run, _with_gradient(run), step)
+    elif run.resumed is not None and step == run.resumed.step + CHECKED_AFTER_STEPS:
+        seen = _changed(run, run.resumed)
+        if any(run.hardware.ranks.collect(bool(seen))):  # a loss of exactly zero changes no moment
+            _report_missing(run, seen, CHECKED_AFTER_STEPS)
+
+
+def skipped_steps(run: Run) -> int:
+    """Return the number of steps that did not change the weights: bad ones, and overflows under fp16."""
+    scale = run.hardware.loss_scale
+    return len(run.guard.record) + (0 if scale is None else scale.skipped)
+
+
+def _report_missing(run: Run, seen: set[str], steps: int) -> None:
+    """Stop the run or warn if no process has seen a gradient of some tensors. A collective."""
+    names = list(run.hardware.trained_shapes(run.model))
+    counts = run.hardware.ranks.sum_later([int(name in seen) for name in names])()
+    rare_modules = {*EXPERT_MODULES, *getattr(run.task, "sparse", ())}
+    model = run.hardware.unwrap(run.model)
+    dead = [
+        name
+        for name, n in zip(names, counts, strict=True)
+        if not n and rare_modules.isdisjoint(name.split(".")) and not _is_rare(model, name)
+    ]
+    if not dead:
+        return
+    message = f"{len(dead)} of {len(names)} trained tensors had no gradient in {steps} steps: {_list_names(dead)}"
+    if run.recipe.faults.missing_gradient == "stop":
+        raise RunError(
+            f"{message}. Is a part of the model not used, or detached from the loss? If this is intended, name the "
+            "modules in the task's `sparse`, or set faults.missing_gradient: warn"
+        )
+    if run.hardware.ranks.is_main:
+        log_line(message)
+
+
+def _list_names(names: list[str]) -> str:
+    """Return names with commas, at most `MAX_TENSORS_NAMED` of them."""
+    more = f" and {len(names) - MAX_TENSORS_NAMED} more" if len(names) > MAX_TENSORS_NAMED else ""
+    return f"{', '.join(names[:MAX_TENSORS_NAMED])}{more}"
+
+
+def _is_rare(model: nn.Module, name: str) -> bool:
+    """Return whether a tensor holds the rows of new tokens of an embedding, not those of a head."""
+    owner, separator, _ = name.partition(f".{NEW_ROWS}")
+    return bool(separator) and isinstance(getattr(model.get_submodule(owner), "base_layer", None), torch.nn.Embedding)
+
+
+@torch.no_grad()
+def first_moments(run: Run) -> Norms:
+    """Return the 2-norm of each shard's first moment on this process; waits for the device."""
+    keys, norms = [], []
+    for shard in run.hardware.state_shards(run.model, run.optimizer):
+        if (moment := shard.tensors.get(MOMENTS[0])) is not None and moment.numel():
+            keys.append((shard.name, shard.start))
+            norms.append(torch.linalg.vector_norm(moment, dtype=torch.float64))
+    return dict(zip(keys, torch.stack(norms).tolist(), strict=True)) if norms else {}
+
+
+def _changed(run: Run, resumed: Resumed) -> set[str]:
+    """Return the names of tensors with a gradient on this process since the run was resumed.
+
+    Without a gradient the first moment is unchanged, or has decayed once for each update.
+    """
+    decay = run.recipe.optimizer.betas[0] ** (CHECKED_AFTER_STEPS - (skipped_steps(run) - resumed.skipped))
+    changed = set()
+    for (name, start), norm in first_moments(run).items():
+        before = resumed.moments.get((name, start), 0.0)
+        if min(abs(norm - before), abs(norm - decay * before)) > ROUNDING * decay * before:
+            changed.add(name)
+    return changed
+
+
+@torch.no_grad()
+def _with_gradient(run: Run) -> set[str]:
+    """Return the names of tensors that have a nonzero moment on this rank."""
+    names, largest = [], []
+    for shard in run.hardware.state_shards(run.model, run.optimizer):  # some are temporary
+        moments = [shard.tensors[kind] for kind in MOMENTS if kind in shard.tensors and shard.tensors[kind].numel()]
+        names += [shard.name] * len(moments)
+        largest += [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in moments]
+    values = torch.stack(largest).tolist() if largest else []  # one synchronisation with the device
+    return {name for name, value in zip(names, values, strict=True) if value != 0}

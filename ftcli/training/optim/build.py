@@ -1,0 +1,67 @@
+"""Build the optimizer of a recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from ftcli.config.recipe import Recipe
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimizer:
+    """Build AdamW over the trainable parameters of a model.
+
+    The class depends on the recipe: `AdamWBf16` for precision bf16_pure, `AdamW8bit` for optimizer adamw_8bit, else
+    torch's AdamW. Weight decay (decoupled: Loshchilov & Hutter 2019) applies to matrices only. Biases and norms, which
+    have fewer than two dimensions, are not decayed. Each group has `lr_factor`, by which the schedule's learning rate
+    is multiplied. It is 1, or adapter.loraplus_lr_ratio for LoRA's B matrices (LoRA+: Hayou et al. 2024).
+
+    Args:
+        model: The model, not yet prepared.
+        recipe: The recipe.
+        fused: Whether a GPU will step the parameters. Then one kernel steps many weights. Their present device does
+            not show this, because weights that will be sharded are still on the host.
+
+    Raises:
+        InputError: The installed bitsandbytes does not fit `AdamW8bit`.
+    """
+    import torch
+
+    from ftcli.models.structure import full_shape
+    from ftcli.training.optim.adamw_8bit import KERNELS, KINDS, LEAST, AdamW8bit
+
+    section = recipe.optimizer
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decay, factor = _settings(name, parameter, recipe)
+            is_packed = section.name == "adamw_8bit" and full_shape(parameter).numel() >= LEAST
+            group = {"params": [], "weight_decay": decay, "lr": section.learning_rate * factor, "lr_factor": factor}
+            group |= {"kinds": KINDS} if is_packed else {}
+            groups.setdefault((decay, factor, is_packed), group)["params"].append(parameter)
+    options: dict[str, Any] = {
+        "lr": section.learning_rate,
+        "betas": (section.betas[0], section.betas[1]),
+        "eps": section.eps,
+    }
+    if recipe.precision == "bf16_pure":
+        from ftcli.training.optim.adamw_bf16 import AdamWBf16
+
+        return AdamWBf16(list(groups.values()), **options)
+    if section.name == "adamw_8bit":
+        KERNELS.require()
+        return AdamW8bit(list(groups.values()), **options)
+    return torch.optim.AdamW(list(groups.values()), fused=fused, **options)
+
+
+def _settings(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:
+    """Return (weight decay, factor of the learning rate) of one parameter."""
+    from ftcli.models.structure import full_shape
+
+    ratio = recipe.adapter.loraplus_lr_ratio
+    decay = recipe.optimizer.weight_decay if len(full_shape(parameter)) >= 2 else 0.0
+    is_b = ".lora_B." in name or ".lora_embedding_B." in name
+    return decay, ratio if ratio is not None and is_b else 1.0

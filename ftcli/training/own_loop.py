@@ -1,0 +1,143 @@
+"""Prepare runs for a loop of the user, and write the files of their run folder.
+
+With `output` the folder is claimed and gets the same files as with `ftcli train`: recipe.yaml, profile.yaml,
+environment.json, metrics.jsonl and status.json. Nothing is printed. Without `output` nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ftcli.config.load import load_recipe
+from ftcli.runtime.errors import EXIT_DONE, EXIT_RESUME
+from ftcli.runtime.load_monitor import LoadMonitor
+from ftcli.runtime.process import current_rank
+from ftcli.runtime.run_folder import RunFolder
+from ftcli.training.resume import belongs_to
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
+    from ftcli.training.run import Run
+    from ftcli.training.step import Step
+
+
+def prepare(
+    recipe: Recipe | str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    cpu: bool = False,
+    weights: Path | None = None,
+    dry_run: bool = False,
+    resume: str | Path | None = None,
+    resume_anyway: bool = False,
+) -> Run:
+    """Build everything that a training run needs, for a loop of your own. A collective.
+
+    Works in a notebook (one process) and in every launched process.
+
+    Args:
+        recipe: A `Recipe`, a recipe file, or the name of a shipped recipe.
+        overrides: Changes of the recipe such as "train.max_steps=10", applied in order.
+        output: The run folder. None: nothing is written, and nothing can be saved.
+        cpu: Train on the CPU, even on a machine with GPUs.
+        weights: A folder of trained weights (a run's `final/`) to start from instead of the recipe's model.
+        dry_run: Prepare two steps and one evaluation batch.
+        resume: The folder of a checkpoint to continue from, written on any hardware.
+        resume_anyway: Continue also with other rows or other frozen weights than those of the checkpoint.
+
+    Returns:
+        A `Run` for `ftcli.steps`, `ftcli.evaluate` and `ftcli.save_checkpoint`. `run.model` is the prepared model.
+
+    Raises:
+        InputError: The recipe, the data, the model or the checkpoint is wrong, or `output` holds another run.
+
+    Example:
+        >>> run = ftcli.prepare("recipe.yaml", overrides=["train.max_steps=100"], output="runs/mine")
+        >>> for step in ftcli.steps(run):
+        ...     print(step.number, step.loss)
+        >>> ftcli.evaluate(run)["loss"]
+    """
+    from ftcli.config.profile import profile_of_process
+    from ftcli.config.recipe import Recipe
+    from ftcli.training import setup
+    from ftcli.training.run_start import rewind_run_folder, write_run_inputs
+
+    requested = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    start = None if resume is None else Path(resume)
+    is_main = current_rank() == 0
+    if output is not None and is_main:
+        RunFolder(output).claim(resuming=start is not None and belongs_to(RunFolder(output), start))
+    run = setup.prepare(
+        requested,
+        output=output,
+        cpu=cpu,
+        weights=weights,
+        dry_run=dry_run,
+        resume=resume,
+        resume_anyway=resume_anyway,
+    )
+    if run.folder is not None:
+        if is_main:
+            profile = profile_of_process(os.environ) if "ACCELERATE_MIXED_PRECISION" in os.environ else None
+            write_run_inputs(run.folder, run.resolved.applied_to(requested), profile, start, dry_run=dry_run)
+            rewind_run_folder(run, run.folder)
+            run.folder.write_status("loading", run.first_step, 0)
+        run.load = LoadMonitor(run.folder)
+        run.record = OwnLoop(run)
+    return run
+
+
+class OwnLoop:
+    """Writes metrics and status of a user's loop. It is a context manager around each loop over the steps."""
+
+    def __init__(self, run: Run) -> None:
+        from ftcli.training.reporter import Reporter
+
+        self.run, self.reporter, self._has_begun = run, Reporter(run, quiet=True), False
+        self._end_status: tuple[str, int, str] | None = None  # state, exit code and error after the loop has ended
+
+    def __enter__(self) -> None:
+        self._end_status = None
+        if not self._has_begun:
+            self._has_begun = True
+            self.reporter.__enter__()
+        else:
+            self._write_status("running", 0, "")
+            self.reporter.begin_load()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run = self.run
+        run.load.stop()
+        is_done = error is None or (isinstance(error, GeneratorExit) and run.position == run.steps)
+        if is_done:
+            self.reporter.__exit__(None, None, None)
+            self._end_status = ("done", EXIT_DONE, "")
+        elif isinstance(error, GeneratorExit):  # `break`, or an error in the body of the loop
+            reason = f"the loop was left after step {run.position} of {run.steps}"
+            self._end_status = ("stopped", EXIT_RESUME, reason)
+        else:
+            self.reporter.__exit__(kind, error, trace)
+        if self._end_status is not None:
+            self._write_status(*self._end_status)
+
+    def step(self, step: Step) -> None:
+        """Record an optimizer step, and write a row of metrics if one is due."""
+        self.reporter.step(step)
+
+    def evaluation(self, metrics: dict[str, float]) -> None:
+        """Record the metrics of an evaluation after the newest step."""
+        self.reporter.evaluation(self.run.position, metrics)
+        if self._end_status is not None:
+            self._write_status(*self._end_status)
+
+    def _write_status(self, state: str, code: int, error: str) -> None:
+        """Write status.json on the main rank."""
+        if self.reporter.folder is not None:
+            self.reporter.folder.write_status(state, self.run.position, code, error)

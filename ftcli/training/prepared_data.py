@@ -1,0 +1,69 @@
+"""Prepare the task, the rows, the prompts and the plan of a run, before a model is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ftcli.config.plan import Plan, derive_plan
+from ftcli.data.cache import PreparedRows, prepare_rows
+from ftcli.runtime.process import world_size
+from ftcli.tasks.shared.metric_names import check_metric
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
+    from ftcli.inference.answers import EncodedPrompt
+    from ftcli.tasks.protocol import Task
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The rows of a run and their division into steps.
+
+    Attributes:
+        task: The recipe's task, with its processor loaded.
+        rows: The cached rows to train on and to evaluate.
+        prompts: Prompts to answer at each evaluation, encoded.
+        plan: Steps, micro-batch size and accumulation for the number of processes.
+    """
+
+    task: Task
+    rows: PreparedRows
+    prompts: list[EncodedPrompt]
+    plan: Plan
+
+
+def prepare_data(recipe: Recipe, *, trains: bool, dry_run: bool) -> PreparedData:
+    """Build the task, prepare its rows, and derive the plan. Local rank 0 builds the cache, other ranks wait for it.
+
+    The plan is derived twice. Before rows are prepared it checks that the processes can divide the batch. The number of
+    steps is known only afterwards.
+
+    Args:
+        recipe: The recipe, with a number for `batch.micro_size`.
+        trains: False for weights that are only evaluated. Then the metric of `checkpoint.keep_best` is not checked.
+        dry_run: Keep one evaluation batch for each process.
+
+    Returns:
+        The task, the rows, the encoded prompts and the plan.
+
+    Raises:
+        InputError: The data, the prompts, the batch or the metric of `checkpoint.keep_best` is wrong.
+    """
+    from ftcli.tasks.build import build_task
+    from ftcli.training.evaluation import encode_prompts
+
+    processes = world_size()
+    derive_plan(recipe, processes)
+    task = build_task(recipe)
+    if trains:
+        check_metric(recipe, type(task))
+    prompts = encode_prompts(recipe, task)
+    rows = prepare_rows(recipe, task)
+    if trains:
+        check_metric(recipe, type(task), rows.labels.get("eval", []))
+    plan = derive_plan(recipe, processes, rows.train_rows)
+    if dry_run and rows.eval is not None:
+        count = min(len(rows.eval), plan.micro_size * plan.processes)
+        rows = replace(rows, eval=rows.eval.select(range(count)))
+    return PreparedData(task, rows, prompts, plan)

@@ -1,0 +1,110 @@
+"""Record the position of the loop over a run's steps, and refuse changes that the loop cannot follow.
+
+A user's loop may be left by `break` and entered again. `steps` then continues after the last complete step. Another
+optimizer or model in the run, and a learning rate that was set by hand, raise an error. This module is independent of
+task, model and hardware.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftcli.runtime.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from ftcli.training.run import Run
+
+
+class Progress:
+    """Position of one run.
+
+    Attributes:
+        done: Number of steps that are done; None before the first loop.
+    """
+
+    def __init__(self) -> None:
+        self.done: int | None = None
+        self._in_step = False
+        self._newest_loop = 0  # number of the newest loop; only this one may continue
+        self._prepared: tuple[object, object] | None = None  # model and optimizer
+        self._rates: list[float] | None = None  # learning rate of each parameter group, as last set
+
+    def remember(self, run: Run) -> None:
+        """Record the prepared model, the prepared optimizer and its learning rates."""
+        self._prepared = (run.model, run.optimizer)
+        self._rates = [group["lr"] for group in run.optimizer.param_groups]
+
+    def enter(self, run: Run) -> int:
+        """Begin a loop over the remaining steps, or continue after a loop that was left.
+
+        Returns:
+            The number of the loop, for `check_loop`.
+
+        Raises:
+            RunError: A step was interrupted before it was complete.
+            InputError: The model or the optimizer of the run was replaced.
+        """
+        if self._in_step:
+            raise RunError(
+                f"step {(self.done or 0) + 1} was interrupted before it was complete, so weights and gradients may be "
+                "half updated. Prepare the run again; with resume=CHECKPOINT it continues from that checkpoint"
+            )
+        self._check_not_replaced(run)
+        if self.done is None:
+            self.done = run.first_step
+        elif self.done != run.first_step and self.done < run.steps:
+            if run.stream is not None:
+                from ftcli.training.checkpointing import gather_cursors
+
+                run.stream.seek(self.done, gather_cursors(run, self.done))
+            elif run.order is not None:
+                run.order.first_step = self.done
+        run.first_step = self.done
+        self._newest_loop += 1
+        return self._newest_loop
+
+    def begin_step(self, run: Run, rate: float) -> None:
+        """Set the learning rate of the next step.
+
+        Raises:
+            InputError: The model, the optimizer or a learning rate of the run was replaced.
+        """
+        self._check_not_replaced(run)
+        groups = run.optimizer.param_groups
+        if self._rates is not None and [group["lr"] for group in groups] != self._rates:
+            raise InputError(
+                "the learning rate or the parameter groups of run.optimizer were changed in the loop; the learning "
+                "rate is a function of the step, so that a resumed run has the same",
+                hint="set optimizer.learning_rate and the keys of schedule in the recipe",
+            )
+        for group in groups:
+            group["lr"] = rate * group["lr_factor"]
+        self._rates = [group["lr"] for group in groups]
+        self._in_step = True
+
+    def end_step(self, done: int) -> None:
+        """Record that `done` steps are done. The number may be smaller than before, after a roll-back."""
+        self.done, self._in_step = done, False
+
+    def check_loop(self, loop_number: int) -> None:
+        """Raise `RunError` if a newer loop over the same run has begun."""
+        if loop_number != self._newest_loop:
+            raise RunError(
+                f"another loop over the steps of this run has begun, and {self.done} steps are done; "
+                "only the newest loop can continue"
+            )
+
+    def _check_not_replaced(self, run: Run) -> None:
+        """Raise `InputError` if the model or the optimizer of the run is not the prepared object."""
+        if self._prepared is None:
+            return
+        current = (run.model, run.optimizer)
+        for name, value, prepared in zip(("model", "optimizer"), current, self._prepared, strict=True):
+            if value is not prepared:
+                raise InputError(
+                    f"run.{name} was replaced by another object ({type(value).__name__}); "
+                    "a run trains the model and the optimizer that `prepare` has built",
+                    hint="choose the optimizer by optimizer.name"
+                    if name == "optimizer"
+                    else "change the model in the task's load_model or finish_model",
+                )

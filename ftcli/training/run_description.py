@@ -1,0 +1,78 @@
+"""Describe a prepared run for the log, in one line per fact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.plan import Plan, describe_dropped_rows, pluralise
+from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.models.kernels.document_attention import describe_attention
+from ftcli.models.structure import full_shape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ftcli.config.recipe import Recipe
+    from ftcli.data.cache import PreparedRows
+    from ftcli.hardware.interface import Hardware
+    from ftcli.training.run import Run
+
+
+def describe_run(run: Run) -> list[str]:
+    """Describe a prepared run in one line per fact.
+
+    Args:
+        run: The run.
+
+    Raises:
+        RuntimeError: The dtypes of the prepared model differ from those of the recipe.
+    """
+    hardware = run.hardware
+    return [
+        *run.resolved.lines(),
+        *run.rows.log_lines,
+        *_describe_rows(run),
+        *([] if run.stream is None else [run.stream.description]),
+        _describe_training(run.recipe, run.plan, run.rows),
+        *describe_dropped_rows(run.recipe, run.plan),
+        describe_hardware(hardware, run.plan.processes),
+        hardware.check_dtypes(run.model, run.recipe),
+        *describe_attention(
+            hardware.unwrap(run.model),
+            run.recipe,
+            flat=getattr(run.task, "is_flat", False),
+            device_type=hardware.accelerator.device.type,
+        ),
+        _count_parameters(hardware, run.model),
+    ]
+
+
+def _describe_rows(run: Run) -> list[str]:
+    """Return what the task reports about the training rows."""
+    task: Any = run.task
+    return list(task.describe_rows(run.rows.facts)) if hasattr(task, "describe_rows") else []
+
+
+def describe_hardware(hardware: Hardware, processes: int) -> str:
+    """Return the kind of device, the backend and the number of processes.
+
+    Args:
+        hardware: The hardware of the run.
+        processes: Number of processes.
+    """
+    backend = "" if hardware.distributed_type == "NO" else f", {hardware.distributed_type}"  # NO: not distributed
+    return f"device {hardware.accelerator.device.type}{backend}, {pluralise(processes, 'process', 'es')}"
+
+
+def _describe_training(recipe: Recipe, plan: Plan, rows: PreparedRows) -> str:
+    evaluated = "none" if rows.eval is None else str(len(rows.eval))
+    packed = "" if rows.bins is None else f" of {len(rows.train)} documents"
+    trained = "a stream of rows" if rows.streamed else f"{plan.rows} rows{packed}"
+    model = "its own model" if recipe.model.name == NO_MODEL else recipe.model.name
+    return f"{recipe.task} of {model}: {trained}, {evaluated} for evaluation, {plan.steps} steps of {plan.batch_layout}"
+
+
+def _count_parameters(hardware: Hardware, model: nn.Module) -> str:
+    sizes = [(full_shape(p).numel(), p.requires_grad) for p in hardware.unwrap(model).parameters()]
+    trained, total = sum(n for n, trains in sizes if trains), sum(n for n, _ in sizes)
+    return f"{trained / 1e6:.2f} of {total / 1e6:.2f} million parameters trained ({100 * trained / total:.2f} %)"

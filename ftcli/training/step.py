@@ -1,0 +1,63 @@
+"""One optimizer step, as the loop yields it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ftcli.training.terms import StepMeans
+
+
+@dataclass
+class Step:
+    """One optimizer step that is done. Reading `loss` or `grad_norm` waits for the device; the rest is on the host."""
+
+    number: int  # steps done, this one included
+    learning_rate: float
+    items: int  # what the loss is a mean over: items of the whole global batch
+    samples: int  # digest of the ids of the rows that were really delivered, over all ranks
+    rows: int
+    data_seconds: float  # time this process waited for its rows
+    stop: bool  # a rank has a stop request
+    loss_tensor: torch.Tensor
+    norm_tensor: torch.Tensor
+    means: StepMeans  # sums and counts of the loss, its terms, its sources and the notes
+
+    @cached_property
+    def loss(self) -> float:
+        """Loss per item, before the step's update."""
+        return float(self.loss_tensor)
+
+    @cached_property
+    def grad_norm(self) -> float:
+        """Global 2-norm of the gradient, before clipping; not finite when fp16 skipped the step."""
+        return float(self.norm_tensor)
+
+    @property
+    def source_items(self) -> dict[str, int]:
+        """Items of the whole global batch by source; empty when there is but one source."""
+        return self.means.source_items
+
+    @property
+    def source_tensor(self) -> torch.Tensor:
+        """Summed losses of the sources, on the device."""
+        return self.means.source_sums
+
+    @cached_property
+    def source_losses(self) -> dict[str, float]:
+        """Loss per item of each of several sources, before the step's update; a source without items has none."""
+        return self.means.source_losses()
+
+    @cached_property
+    def term_losses(self) -> dict[str, float]:
+        """Mean of each term that the task declares, before its weight and before the step's update."""
+        return self.means.term_losses()
+
+    @cached_property
+    def notes(self) -> dict[str, float]:
+        """Mean of each note over the whole global batch, before the step's update."""
+        return self.means.notes()

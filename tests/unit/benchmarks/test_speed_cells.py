@@ -1,0 +1,292 @@
+"""The speed tables: operations per token by hand, the rows of each rank, agreement of curves, and goals."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import cell_tables  # noqa: E402
+from cells import curves, flops, goals  # noqa: E402
+from cells.cell import Cell  # noqa: E402
+from cells.rows import Documents, PackedRows, as_row, draw_documents, draw_pairs  # noqa: E402
+from cells.trl_dpo import as_pairs  # noqa: E402
+
+LLAMA = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+}
+
+
+def save_header(folder: Path, shapes: dict[str, list[int]]) -> None:
+    header = json.dumps({name: {"shape": shape} for name, shape in shapes.items()} | {"__metadata__": {}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+
+
+def test_multiplied_without_lookup_embeddings_counts_a_tied_head_once(tmp_path: Path) -> None:
+    save_header(tmp_path, {"model.embed_tokens.weight": [10, 8], "model.layers.0.q_proj.weight": [12, 8]})
+    assert flops.multiplied(flops.weights_of(tmp_path)) == 80 + 96
+    shapes = {"model.embed_tokens.weight": [10, 8], "lm_head.weight": [10, 8], "model.norm.weight": [8]}
+    save_header(tmp_path, shapes)
+    assert flops.multiplied(flops.weights_of(tmp_path)) == 80 + 8
+
+
+def test_multiplied_of_an_encoder_counts_patch_projections_only() -> None:
+    weights = {
+        "vit.embeddings.patch_embeddings.projection.weight": 5,
+        "vit.embeddings.position_embeddings": 7,
+        "bert.embeddings.word_embeddings.weight": 11,
+        "classifier.weight": 2,
+    }
+    assert flops.multiplied(weights) == 5 + 2
+
+
+def test_flops_equal_six_per_weight_and_twelve_per_token_pair(tmp_path: Path) -> None:
+    save_header(tmp_path, {"model.embed_tokens.weight": [10, 8]})
+    squares = 3 * 3 + 4 * 4
+    assert flops.flops(tmp_path, 7, squares) == 6 * 80 * 7 + 12 * 2 * 4 * 3 * squares
+
+
+def test_flops_of_frozen_weights_equal_four_per_weight(tmp_path: Path) -> None:
+    save_header(tmp_path, {"model.embed_tokens.weight": [10, 8]})
+    queries, keys = 12, 6
+    adapter = 2 * 5 * (2 * (8 + queries) + 2 * (8 + keys) + 3 * (8 + 16))
+    assert flops.flops(tmp_path, 7, 0, lora=5) == (4 * 80 + 6 * adapter) * 7
+
+
+def documents(lengths: list[int]) -> Documents:
+    ids = np.arange(10, 10 + sum(lengths), dtype=np.int32)
+    return Documents(ids, np.ones(len(ids), dtype=bool), np.array(lengths))
+
+
+def test_documents_labels_ignore_the_first_token_of_each_document() -> None:
+    micro_batch = documents([2, 3])
+    assert micro_batch.positions.tolist() == [0, 1, 0, 1, 2]
+    assert micro_batch.labels.tolist() == [-100, 11, -100, 13, 14]
+    assert micro_batch.items == 3
+
+
+def test_micro_batches_of_two_ranks_alternate(tmp_path: Path) -> None:
+    micro_batch = documents([1] * 16)
+    path = tmp_path / "rows.npz"
+    empty = np.array([], dtype=np.uint64)
+    np.savez(
+        path,
+        ids=micro_batch.ids,
+        trained=micro_batch.trained,
+        lengths=micro_batch.lengths,
+        documents=np.array([2] * 8),
+        digests=empty,
+        targets=empty,
+        paths=empty,
+    )
+    rows = PackedRows(path, global_size=4)
+    assert len(rows) == 8
+    assert rows.step(1).ids.tolist() == list(range(18, 26))
+    taken = [rows.micro_batches(1, micro_size=1, rank=rank, processes=2) for rank in (0, 1)]
+    assert [[part.ids.tolist() for part in parts] for parts in taken] == [
+        [[18, 19], [22, 23]],
+        [[20, 21], [24, 25]],
+    ]
+
+
+def test_draw_documents_fills_all_rows_and_is_reproducible() -> None:
+    cell = Cell(peer="bare", shape="tiny", length=64, micro_size=2, steps=10)
+    drawn = draw_documents(cell, 512)
+    assert sum(len(words) + 1 for words in drawn) >= 2 * 10 * 64
+    assert max(len(words) for words in drawn) == 63
+    assert [words.tolist() for words in drawn] == [words.tolist() for words in draw_documents(cell, 512)]
+
+
+def test_as_row_returns_the_columns_of_each_task() -> None:
+    assert as_row([5, 6, 7], "pretrain") == {"text": "5 6 7"}
+    assert as_row([5, 6, 7], "sft") == {"prompt": "5 ", "completion": "6 7"}
+    assert as_row([5, 6], "text_classification") == {"text": "5 6", "label": "odd"}
+
+
+def test_draw_pairs_fit_into_the_length_and_are_reproducible() -> None:
+    cell = Cell(peer="ftcli", shape="tiny", length=64, micro_size=2, accumulation=2, steps=10, task="preference")
+    pairs = draw_pairs(cell, 512)
+    assert len(pairs) == 2 * 2 * 10 and pairs == draw_pairs(cell, 512)
+    for side in ("chosen", "rejected"):
+        assert max(len(f"{pair['prompt']}{pair[side]}".split()) + 1 for pair in pairs) <= 64
+
+
+def test_as_pairs_divides_prompt_and_answers_and_sorts_the_pairs_of_a_step(tmp_path: Path) -> None:
+    pairs = [(1, 4, 2), (2, 1, 1), (1, 1, 3), (1, 1, 1)]  # tokens of the prompt and of both answers
+    sides = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
+    trained = [mark for prompt, answer in sides for mark in [False] * prompt + [True] * answer]
+    empty = np.array([], dtype=np.uint64)
+    np.savez(
+        tmp_path / "rows.npz", ids=np.arange(len(trained)), trained=np.array(trained), digests=empty, targets=empty,
+        lengths=np.array([sum(side) for side in sides]), documents=np.array([2] * 4), paths=empty,
+    )  # fmt: skip
+    rows = PackedRows(tmp_path / "rows.npz", global_size=2)
+    first, *_ = plain = as_pairs(rows, is_sorted=False).to_list()
+    assert first == {"prompt_ids": [0], "chosen_ids": [1, 2, 3, 4], "rejected_ids": [6, 7]}
+    assert as_pairs(rows, is_sorted=True).to_list() == [plain[1], plain[0], plain[3], plain[2]]
+
+
+def line(peer: str, speed: float, precision: str = "bf16_pure", **fields: object) -> dict:
+    cell = Cell(peer=peer, shape="llama-3.2-1b", length=4096, micro_size=4, task="pretrain", precision=precision)
+    values = vars(cell) | {"cell": cell.key, goals.SPEED: speed, "losses": [4.0, 2.0], "grad norms": [1.0, 1.0]}
+    return values | {"time": 0.0} | fields
+
+
+def test_compare_agrees_within_the_tolerances_of_loss_and_norm() -> None:
+    masters = line("bare", 1.0, "bf16")
+    assert curves.compare(masters, [masters]) == {}
+    near = line("ftcli", 1.0, "bf16", losses=[4.0, 2.03], **{"grad norms": [1.0, 1.04]})
+    comparison = curves.compare(near, [masters])
+    assert comparison["agrees"] and comparison["apart"] == pytest.approx({"losses": 0.015, "grad norms": 0.04})
+    assert not curves.compare(line("ftcli", 1.0, "bf16", losses=[4.0, 2.05]), [masters])["agrees"]
+    assert not curves.compare(line("ftcli", 1.0, "bf16", **{"grad norms": [1.0, float("nan")]}), [masters])["agrees"]
+
+
+def test_read_with_an_old_line_renames_told_to_details(tmp_path: Path) -> None:
+    path = tmp_path / "facts.jsonl"
+    path.write_text('{"peer": "trl", "told": {"bf16": true}}\n{"peer": "ftcli", "details": {}}\n')
+    assert curves.read(path) == [{"peer": "trl", "details": {"bf16": True}}, {"peer": "ftcli", "details": {}}]
+
+
+def test_judged_compares_bf16_pure_with_float32_weights() -> None:
+    masters, rounded = line("bare", 1.0, "bf16"), line("bare", 1.0, losses=[4.0, 3.0])
+    for lines in ([masters, rounded], [rounded, masters]):
+        comparison = curves.judged([*lines, line("ftcli", 1.0, agrees=False)])
+        assert [one.get("agrees") for one in comparison if one["peer"] == "ftcli"] == [True]
+        assert [one.get("agrees") for one in comparison if one["precision"] == "bf16_pure"] == [False, True]
+
+
+def test_judged_compares_zero3_with_fsdp() -> None:
+    comparison = {}
+    for profile, losses in (("fsdp", [4.0, 2.0]), ("zero3", [4.0, 3.0])):
+        comparison[profile] = line("bare", 1.0, "bf16", losses=losses)
+        comparison[profile]["cell"] = comparison[profile]["cell"] | {"profile": profile}
+    ours = line("ftcli", 1.0, "bf16") | {"cell": comparison["zero3"]["cell"]}
+    for lines, agree in (
+        ([comparison["fsdp"], comparison["zero3"]], [None, False, True]),
+        ([comparison["zero3"]], [None, False]),
+    ):
+        assert [one.get("agrees") for one in curves.judged([*lines, ours])] == agree
+
+
+def test_judged_without_a_plain_reference_uses_one_with_settings() -> None:
+    flash, ours = line("bare", 1.0, "bf16", settings=["attn_implementation=x"]), line("ftcli", 1.0, "bf16")
+    assert [one.get("agrees") for one in curves.judged([flash, ours])] == [None, True]
+    assert [one.get("agrees") for one in curves.judged([flash, line("bare", 1.0, "bf16"), ours])] == [True, None, True]
+
+
+def test_compare_with_a_line_of_another_cell_returns_nothing() -> None:
+    other = line("bare", 1.0, "bf16")
+    assert curves.compare(line("ftcli", 1.0), [other | {"cell": other["cell"] | {"length": 8192}}]) == {}
+
+
+def test_compare_with_a_line_of_more_steps_returns_nothing() -> None:
+    ours, shorter = line("ftcli", 1.0, "bf16", steps=200), line("bare", 1.0, "bf16", losses=[4.0, 3.0])
+    assert curves.compare(ours, [shorter]) == {}
+    assert curves.compare(ours, [line("bare", 1.0, "bf16", steps=200), shorter])["agrees"]
+
+
+def ratio_and_verdict(lines: list[dict], what: str) -> tuple[float | None, str]:
+    return next((ratio, verdict) for goal, ratio, verdict in goals.judge(lines) if goal.what == what)
+
+
+def test_judge_without_an_agreeing_curve_does_not_count() -> None:
+    what = "1B bf16_pure, of TRL at its best"
+    trl = line("trl", 100.0, agrees=True)
+    ours = line("ftcli", 120.0, label="extras", agrees=True)
+    assert ratio_and_verdict([trl], what) == (None, "not measured: ftcli")
+    assert ratio_and_verdict([trl, ours], what) == (1.2, "reached")
+    assert ratio_and_verdict([trl, ours | {goals.SPEED: 110.0}], what) == (pytest.approx(1.1), "missed")
+    assert (
+        ratio_and_verdict([trl | {"agrees": False}, ours], what)[1]
+        == "reached; the other's curve differs from the reference"
+    )
+    assert (
+        ratio_and_verdict([trl, ours | {"agrees": False}], what)[1]
+        == "does not count: ftcli's curve differs from the reference"
+    )
+    for lines in ([trl | {"spoiled": "it rained"}, ours], [trl, ours | {"spoiled": "it rained"}]):
+        assert ratio_and_verdict(lines, what)[1] == "does not count: it rained"
+    del ours["agrees"]
+    assert ratio_and_verdict([trl, ours], what)[1] == "does not count: no reference was measured"
+
+
+def test_judge_prefers_lines_of_one_run() -> None:
+    what, later = "1B bf16_pure, of TRL at its best", 10 * goals.RUN
+    trl, ours = line("trl", 100.0), line("ftcli", 120.0, label="extras", agrees=True, time=60.0)
+    faster = line("ftcli", 130.0, label="extras", agrees=True, time=later)
+    assert (
+        ratio_and_verdict([trl, ours, faster], what) == ratio_and_verdict([faster, ours, trl], what) == (1.2, "reached")
+    )
+    assert ratio_and_verdict([trl, ours, faster, trl | {"time": later + 60.0}], what) == (1.3, "reached")
+    assert ratio_and_verdict([trl, faster], what) == (1.3, "reached; not measured in one run")
+
+
+def test_judge_ignores_ladder_and_traced_lines() -> None:
+    what = "1B bf16_pure, of TRL at its best"
+    slow = line("ftcli", 90.0, label="extras", agrees=True)
+    switched = line("ftcli", 200.0, label="ladder", settings=["log.every_steps=1"])
+    traced = line("ftcli", 300.0, label="extras", traced=3)
+    assert ratio_and_verdict([line("trl", 100.0), slow, switched, traced], what) == (0.9, "missed")
+
+
+def test_ladder_compares_each_setting_with_the_base_line() -> None:
+    memory = {"peak allocated GiB": 2.0}
+    plain = line("ftcli", 100.0, label="no extras", **memory)
+    rung = line("ftcli", 90.0, label="ladder", settings=["log.every_steps=1"], losses=[4.0, 2.02], **memory)
+    rows = cell_tables.ladder(cell_tables.cells_of([plain, rung]))
+    assert rows[-2].endswith("| `log.every_steps=1` | -10.0 % | +0.0 | 1e-02 |")
+
+
+def test_summary_returns_the_fastest_counted_line_of_a_cell() -> None:
+    measured = {"MFU": 0.5, "step p50": 0.25, "peak allocated GiB": 2.0, "first step": 3.0}
+    lines = [
+        line("trl", 500.0, **measured),
+        line("ftcli", 100.0, label="no extras", agrees=True, **measured),
+        line("ftcli", 120.0, label="extras", agrees=True, **measured),
+        line("ftcli", 200.0, label="fp8", agrees=True, **measured),
+        line("ftcli", 300.0, label="wrong", agrees=False, **measured),
+        line("ftcli", 400.0, label="slow machine", agrees=True, spoiled="another machine", **measured),
+    ]
+    (row,) = cell_tables.summary(cell_tables.cells_of(lines))[2:-1]
+    title = "llama-3.2-1b x4096, pretrain, bf16_pure, single x1, micro size 4"
+    assert row == f"| {title} | 120 | 50.0 % | 250 | 2.0 | 3 |"
+
+
+def test_cells_of_with_two_learning_rates_returns_the_newest_cell() -> None:
+    old, *new = (line("trl", 90.0), line("trl", 80.0), line("ftcli", 95.0))
+    old["cell"] = old["cell"] | {"learning_rate": 2e-5}
+    assert cell_tables.cells_of([old, *new]) == [new]
+    assert cell_tables.cells_of([old]) == [[old]]
+
+
+def test_cells_of_with_a_long_run_returns_a_cell_of_its_own() -> None:
+    short, long = line("trl", 90.0), line("trl", 80.0, steps=200)
+    assert cell_tables.cells_of([short, long]) == [[short], [long]]
+    assert cell_tables.title_of(long) == f"{cell_tables.title_of(short)}, 200 steps"
+
+
+def test_replace_writes_between_the_marks(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{cell_tables.BEGIN}\nold\n{cell_tables.END}\nafter\n")
+    cell_tables.replace(readme, "new")
+    assert readme.read_text() == f"before\n{cell_tables.BEGIN}\nnew\n{cell_tables.END}\nafter\n"
+    readme.write_text("no marks")
+    with pytest.raises(SystemExit, match="lacks the marks"):
+        cell_tables.replace(readme, "new")
+
+
+def test_log_of_reads_old_and_new_names() -> None:
+    old, new = {"told": {"facts": ["a", "b"]}}, {"details": {"log_lines": ["a", "b"]}}
+    assert curves.log_of(old) == curves.log_of(new) == "a b"

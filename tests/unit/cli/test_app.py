@@ -1,0 +1,137 @@
+"""The command line as a user meets it: help, exit codes, where text goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftcli._version import __version__
+from ftcli.runtime.environment import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMANDS = [
+    "init",
+    "train",
+    "check",
+    "preview",
+    "parity",
+    "fetch",
+    "tokenize",
+    "evaluate",
+    "export",
+    "generate",
+    "chat",
+    "show",
+    "report",
+    "compare",
+    "schema",
+    "quickstart",
+    "version",
+]
+
+
+def run_ftcli(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("FTCLI_LAUNCHED", "RANK")}
+    return subprocess.run(
+        [sys.executable, "-m", "ftcli", *arguments],
+        cwd=cwd,
+        env={**inherited, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_help_names_every_command_and_fits_a_terminal() -> None:
+    result = run_ftcli("--help")
+    assert result.returncode == 0 and result.stderr == ""
+    for command in COMMANDS:
+        assert f"\n  {command} " in result.stdout
+    assert "..." not in result.stdout.split("Commands:")[1]  # no help line is cut
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_app_every_command_has_help_for_every_option(command: str) -> None:
+    result = run_ftcli(command, "--help")
+    assert result.returncode == 0
+    options = result.stdout.partition("Options:")[2].splitlines()
+    assert options and not [line for line in options if line.strip().startswith("--") and len(line.split()) < 3]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("trian",),
+        ("train",),
+        ("train", "r.yaml", "--no-such-option"),
+        ("show",),
+        ("parity", "r.yaml", "--micro-sizes", "2,x"),
+    ],
+)
+def test_app_with_a_wrong_command_line_exits_with_2_and_writes_to_stderr(arguments: tuple[str, ...]) -> None:
+    result = run_ftcli(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == "" and "Usage" in result.stderr
+
+
+def test_app_with_a_stray_word_is_refused() -> None:
+    result = run_ftcli("train", "r.yaml", "another.yaml", "--profile", "ddp", "--cpu")
+    assert result.returncode == 2 and "unexpected argument 'another.yaml'" in result.stderr
+
+
+def test_wrong_input_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
+    result = run_ftcli("train", "missing.yaml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "missing.yaml" in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout == "" and not list(tmp_path.iterdir())
+
+
+def test_app_every_problem_of_a_recipe_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("task: sft\nseeed: 1\nmodel: {name: 3}\n")
+    result = run_ftcli("check", "r.yaml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.count("error: ") >= 3 and "r.yaml:2" in result.stderr
+
+
+def test_show_lists_tasks_and_refuses_unknown_words() -> None:
+    result = run_ftcli("show", "tasks")
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [
+        "image_classification",
+        "preference",
+        "pretrain",
+        "reward",
+        "sft",
+        "text_classification",
+        "unpaired_preference",
+    ]
+    wrong = run_ftcli("show", "taks")
+    assert wrong.returncode == 2 and "did you mean 'tasks'?" in wrong.stderr
+
+
+def test_show_lists_recipes_and_profiles() -> None:
+    profiles = run_ftcli("show", "profiles").stdout
+    assert {"single", "ddp", "fsdp", "zero3"} <= {line.split()[0] for line in profiles.splitlines()}
+    assert run_ftcli("show", "recipes").returncode == 0
+
+
+def test_show_of_a_run_prints_its_state_and_curve(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("task: sft\n")
+    (tmp_path / "status.json").write_text('{"state": "done", "step": 7, "exit_code": 0, "error": ""}')
+    assert "done at step 7" in run_ftcli("show", str(tmp_path)).stdout
+
+
+def test_schema_is_json_on_stdout() -> None:
+    schema = json.loads(run_ftcli("schema").stdout)
+    assert "batch" in schema["properties"]
+
+
+def test_version_names_the_packages_a_report_needs() -> None:
+    lines = run_ftcli("version").stdout.splitlines()
+    assert lines[0].split() == ["ftcli", __version__]
+    assert [line.split()[0] for line in lines] == list(PACKAGES)

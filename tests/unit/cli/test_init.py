@@ -1,0 +1,140 @@
+"""`ftcli init`: a recipe that loads as it stands, and says of each key what its declaration says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftcli.cli.init import write_recipe
+from ftcli.config.load import load_recipe
+from ftcli.config.recipe import Recipe
+from ftcli.config.recipe_inputs import Data
+from ftcli.config.recipe_training import Batch, Optimizer
+from ftcli.config.task_registry import list_tasks
+from ftcli.runtime.errors import InputError
+from ftcli.tasks.sft import Options
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def words_of(path: Path) -> str:
+    """Return the comments of a file as one line of text, however they are wrapped."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+
+
+@pytest.mark.parametrize("task", list_tasks())
+def test_write_recipe_of_every_task_loads_without_changes(task: str, tmp_path: Path) -> None:
+    path = write_recipe(task, "org/model", "rows.jsonl", output=tmp_path / "mine.yaml")
+    recipe = load_recipe(path)
+    assert path == tmp_path / "mine.yaml"
+    assert (recipe.task, recipe.model.name, recipe.data.train.path) == (task, "org/model", "rows.jsonl")
+    assert recipe.data.eval is None and recipe.data.eval_rows > 0
+    sections = [line.partition(":")[0] for line in path.read_text().splitlines() if line[:1].isalpha()]
+    assert set(sections) == set(Recipe.model_fields) - {"output"}
+
+
+def test_write_recipe_puts_the_declared_description_above_each_key(tmp_path: Path) -> None:
+    path = write_recipe("sft", "org/model", "rows.jsonl", output=tmp_path / "r.yaml")
+    message = words_of(path)
+    for section, key in ((Batch, "micro_size"), (Data, "max_length"), (Optimizer, "learning_rate"), (Options, "chat")):
+        assert section.model_fields[key].description in message
+    assert "One of constant, linear, cosine." in message  # what else it may be
+    lines = path.read_text().splitlines()
+    for above, line in zip(lines, lines[1:], strict=False):
+        if line.strip() and not line.strip().startswith("#"):
+            assert above.strip().startswith("#"), line
+
+
+def test_write_recipe_first_line_names_the_schema_that_ships_and_the_head_lists_the_commands(tmp_path: Path) -> None:
+    path = write_recipe("sft", "org/model", "rows.jsonl", output=tmp_path / "my recipe.yaml")
+    first, *rest = path.read_text().splitlines()
+    label, _, schema = first.partition("$schema=")
+    assert label == "# yaml-language-server: " and Path(schema) == ROOT / "recipes" / "recipe.schema.json"
+    assert Path(schema).is_file()
+    head = "\n".join(rest[: rest.index("")])
+    assert f"ftcli check '{path}'" in head and f"ftcli train '{path}'" in head
+
+
+def test_write_recipe_with_evaluation_data_sets_no_eval_rows(tmp_path: Path) -> None:
+    data = load_recipe(write_recipe("sft", "m", "a.jsonl", eval="b.jsonl", output=tmp_path / "r.yaml")).data
+    assert data.eval is not None and data.eval.path == "b.jsonl" and data.eval_rows == 0
+
+
+def test_write_recipe_with_a_data_set_on_the_hub_is_not_evaluated_on_the_split_it_trains_on(tmp_path: Path) -> None:
+    path = write_recipe("sft", "m", "org/rows", eval="org/rows", output=tmp_path / "r.yaml")
+    data = load_recipe(path).data
+    assert data.eval is not None and (data.train.split, data.eval.split) == ("train", "test")
+    assert "split: train" in path.read_text() and "split: test" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["./rows: 1.jsonl", "./#1.jsonl", "./ä 'b' \"c\".jsonl", "./" + "long name " * 20, "1e5"]
+)
+def test_write_recipe_quotes_a_name_that_yaml_would_convert(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe("sft", name, name, output=tmp_path / "r.yaml"))
+    assert recipe.model.name == name and recipe.data.train.path == name
+
+
+def test_write_recipe_with_a_users_own_task_brings_its_own_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_task.py").write_text(
+        '"""Rank answers."""\n'
+        "from pydantic import BaseModel, ConfigDict, Field\n"
+        "class Options(BaseModel):\n"
+        '    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)\n'
+        '    margin: float = Field(0.5, description="Least distance.")\n'
+        "class Task: ...\n"
+    )
+    path = write_recipe("./my_task.py", "org/model", "rows.jsonl")
+    assert path == Path("my_task.yaml")
+    assert "  # Least distance.\n  margin: 0.5\n" in path.read_text()
+    assert load_recipe(path).task_options == {"margin": 0.5}
+
+
+def test_write_recipe_to_an_existing_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("mine\n")
+    with pytest.raises(InputError, match="r.yaml exists already"):
+        write_recipe("sft", "m", "d", output=path)
+    assert path.read_text() == "mine\n"
+
+
+def test_write_recipe_with_an_unknown_task_suggests_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'text_classification'"):
+        write_recipe("text_clasification", "m", "d", output=tmp_path / "r.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_write_recipe_with_an_empty_name_or_missing_folder_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        write_recipe("sft", "", "", output=tmp_path / "r.yaml")
+    assert [problem.what.split()[0] for problem in caught.value.problems] == ["model.name", "data.train.path"]
+    with pytest.raises(InputError, match="the folder .* does not exist"):
+        write_recipe("sft", "m", "d", output=tmp_path / "absent" / "r.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_write_recipe_command_prints_the_file_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom ftcli.__main__ import main\n"
+        "try: main(['init', 'sft', '--model', 'org/model', '--data', 'rows.jsonl'])\n"
+        "except SystemExit as end: print(end.code, *({'torch', 'datasets'} & set(sys.modules)), file=sys.stderr)"
+    )
+    inherited = {name: value for name, value in os.environ.items() if name != "FTCLI_LAUNCHED"}
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**inherited, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.stdout, result.stderr) == ("sft.yaml\n", "0\n")
+    assert load_recipe(tmp_path / "sft.yaml").task == "sft"

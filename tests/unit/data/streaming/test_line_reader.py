@@ -1,0 +1,183 @@
+"""Lines of files as rows: each keeps its number whatever is wrong with another, wherever the file is."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from ftcli.data import text_files
+from ftcli.data.streaming import line_reader
+from ftcli.data.streaming.line_reader import read_lines
+from ftcli.runtime.errors import RowError, RunError
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
+}
+
+
+def rows_or_messages(rows: Iterator[Any]) -> list[Any]:
+    return [str(row) if isinstance(row, RowError) else row for row in rows]
+
+
+def test_read_lines_with_an_invalid_line_raises_at_that_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 64)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"n": 0}\r\n\n  \n{"n": \n{"t": "\xff"}\n[1]\n{"t": "'
+        + b"x" * 500
+        + b'"}\n{"t": "\\ud800"}\n{"t": "\\ud83d\\ude00"}\n'
+        + b"[" * 60
+        + b'\n{"n": 9}'
+    )
+    expected = [
+        {"n": 0},
+        "is not JSON: Expecting value",
+        "is not UTF-8 text",
+        "is not a JSON object",
+        "is longer than 0 MiB",
+        "contains half of a surrogate pair, which is not valid text",
+        {"t": "\U0001f600"},
+        "is not JSON: Expecting value",
+        {"n": 9},
+    ]
+    assert rows_or_messages(read_lines(str(path), 0)) == expected
+    for skip in range(11):
+        assert rows_or_messages(read_lines(str(path), skip)) == expected[skip:]
+
+
+def test_read_lines_of_an_empty_line_of_text_counts_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\ntwo\xff\nthree")
+    assert rows_or_messages(read_lines(str(tmp_path / "a.txt"), 0)) == [
+        {"text": "one"},
+        "is empty",
+        "is not UTF-8 text",
+        {"text": "three"},
+    ]
+
+
+TABLE = b'\xef\xbb\xbfprompt,completion,x\r\n1,"NULL, ""a""\r\nb",\n\n  \n02,\n3,a,b,c\n"4"x,a\n5,\xff,\n6,"open\n7,a\n'
+
+
+@pytest.mark.parametrize(
+    ("suffix", "mark"), [(".csv", ","), (".csv", ";"), (".csv", "|"), (".csv", "\t"), (".tsv", "\t")]
+)
+def test_read_lines_of_a_table_gives_text_and_names_what_is_no_row(suffix: str, mark: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows{suffix}.gz"
+    path.write_bytes(gzip.compress(TABLE.replace(b",", mark.encode())))
+    quotes = 'a field that begins with a quote ends with one, and a quote in it is written ""'
+    expected = [
+        {"prompt": "1", "completion": f'NULL{mark} "a"\r\nb', "x": None},
+        {"prompt": "02", "completion": None, "x": None},
+        "has 4 fields, and the header has 3: a field with the separator in it needs quotes",
+        f"is not a row of a table: '{mark}' expected after '\"'; {quotes}",
+        "is not UTF-8 text",
+        f"is not a row of a table: unexpected end of data; {quotes}",
+    ]
+    rows = list(read_lines(str(path), 0))
+    assert rows_or_messages(iter(rows)) == expected
+    assert [row.line for row in rows if isinstance(row, text_files.UnreadableRow)] == [7, 8, 9, 10]
+    assert rows_or_messages(read_lines(str(path), 3)) == expected[3:]
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_compressed_files_of_several_parts_are_read_to_their_end(tmp_path: Path, suffix: str) -> None:
+    pack = PACKERS[suffix]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(pack(b'{"n": 0}\n{"n": 1}\n') + pack(b'{"n": 2}\n'))
+    assert [row["n"] for row in read_lines(str(path), 1) if isinstance(row, dict)] == [1, 2]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("missing", [1, 10])
+def test_read_lines_of_a_truncated_compressed_file_is_refused(tmp_path: Path, suffix: str, missing: int) -> None:
+    lines = b"".join(b'{"n": %d}\n' % number for number in range(1000))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(PACKERS[suffix](lines) + PACKERS[suffix](b'{"n": 1000}\n')[:-missing])
+    with pytest.raises(RunError, match="is truncated"):
+        rows_or_messages(read_lines(str(path), 0))
+
+
+def test_read_lines_with_a_file_of_another_size_is_another_file(tmp_path: Path) -> None:
+    import fsspec
+
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"n": 0}\n')
+    with fsspec.open("memory://lines/a.jsonl", "wb") as file:
+        file.write(path.read_bytes())
+    for name in (str(path), "memory://lines/a.jsonl"):
+        assert rows_or_messages(read_lines(name, 0, size=9)) == [{"n": 0}]
+        with pytest.raises(RunError, match="a.jsonl has 9 bytes and had 10 when the run began"):
+            list(read_lines(name, 0, size=10))
+
+
+class Breaks(BaseHTTPRequestHandler):
+    """Serves ten rows, but only the first few of them as often as `breaks` says; knows no ranges."""
+
+    body = b"".join(json.dumps({"n": n}).encode() + b"\n" for n in range(10))
+    breaks = 0
+    requests = 0
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        type(self).requests += 1
+        if self.requests <= self.breaks:
+            self.wfile.write(self.body[:30])
+            self.close_connection = True
+            return
+        self.wfile.write(self.body)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    pytest.importorskip("aiohttp")
+    server = HTTPServer(("127.0.0.1", 0), Breaks)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/a.jsonl"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("breaks", "expected"), [(0, 1), (2, 3)])
+def test_read_lines_of_a_broken_connection_continues_where_it_stopped(
+    address: str, monkeypatch: pytest.MonkeyPatch, breaks: int, expected: int
+) -> None:
+    monkeypatch.setattr(line_reader, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(Breaks, "breaks", breaks)
+    monkeypatch.setattr(Breaks, "requests", 0)
+    assert rows_or_messages(read_lines(address, 0)) == [{"n": n} for n in range(10)]
+    assert Breaks.requests == expected
+
+
+def test_read_lines_of_an_address_without_data_ends_with_an_error(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_reader, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(Breaks, "breaks", 99)
+    monkeypatch.setattr(Breaks, "requests", 0)
+    with pytest.raises(Exception, match="payload"):
+        list(read_lines(address, 0))
+    assert Breaks.requests > line_reader.RETRIES

@@ -1,0 +1,140 @@
+"""A compiled formula equals its plain form. If compilation fails, the plain form runs and a line is logged."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from ftcli.models.kernels.compile import COMPILERS
+from ftcli.models.kernels.fused import Fused
+from ftcli.models.kernels.linear_cross_entropy import nll_in_one_pass, plain_nll
+from ftcli.training.optim import adamw_bf16
+from ftcli.training.optim.adamw_bf16 import KINDS, AdamWBf16, join
+
+COMPILER = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C++ compiler")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile formulas on the CPU too."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(Fused, "DEVICE_TYPES", ("cpu",))
+
+
+def rows(count: int, dtype: torch.dtype, *, vocabulary: int = 96) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, of which some are large, targets of which some are masked, and factors."""
+    draw = torch.Generator().manual_seed(count)
+    logits = (torch.randn(count, vocabulary, generator=draw) * 8).to(dtype)
+    targets = torch.randint(0, vocabulary, (count,), generator=draw)
+    targets[count // 2] = -100
+    return logits, targets, torch.rand(count, generator=draw)
+
+
+def both(formula: Any, plain: Any, tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """Return the result of each function, and its first tensor after the call."""
+    results = []
+    for function in (formula, plain):
+        first, *rest = (None if tensor is None else tensor.clone() for tensor in tensors)
+        results += [function(first, *rest), first]
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("trained", [True, False])
+def test_nll_in_one_pass_equals_plain_nll(dtype: torch.dtype, trained: bool) -> None:
+    logits, targets, factors = rows(7, dtype)
+    nll, left, plain, expected = both(nll_in_one_pass, plain_nll, (logits, targets, factors if trained else None))
+    torch.testing.assert_close(nll, plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(left, expected)
+    assert nll[3] == 0 and nll.dtype == torch.float32
+    assert torch.equal(left, logits) is not trained
+
+
+def test_nll_in_one_pass_with_an_invalid_target_is_nan() -> None:
+    logits, targets, factors = rows(6, torch.float32)
+    targets[:2] = torch.tensor([-1, 96])
+    assert nll_in_one_pass(logits, targets, factors).isnan().tolist() == [True, True] + [False] * 4
+
+
+def broken(first: Tensor, second: Tensor | None) -> Tensor:
+    torch._dynamo.graph_break()
+    return first + 1
+
+
+def test_fused_falls_back_to_eager_and_logs_once(on_cpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    fused = Fused(broken, lambda first, second: first + 2)
+    assert [fused(torch.ones(2), None).tolist() for _ in range(3)] == [[3.0, 3.0]] * 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ftcli: broken is not compiled: same results, but slower (")
+
+
+def test_fused_with_a_device_without_memory_is_not_mistaken_for_a_missing_compiler(on_cpu: None) -> None:
+    def full(first: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    fused = Fused(broken)
+    vars(fused)["_compiled"] = full
+    with pytest.raises(torch.OutOfMemoryError):
+        fused(torch.ones(2))
+    assert fused.problem is None
+
+
+def test_fused_with_compilation_disabled_runs_the_plain_form(on_cpu: None) -> None:
+    fused = Fused(nll_in_one_pass, lambda *tensors: "plain")
+    with torch._dynamo.config.patch(disable=True):
+        assert fused(torch.ones(2, 2), torch.ones(2)) == "plain"
+    assert fused.problem is None
+
+
+def test_fused_on_cpu_compiles_nothing() -> None:
+    assert Fused(nll_in_one_pass, lambda *tensors: "plain")(torch.ones(2, 2), torch.ones(2)) == "plain"
+
+
+@COMPILER
+@pytest.mark.slow
+def test_fused_one_compiled_kernel_of_the_head_serves_any_number_of_rows(on_cpu: None) -> None:
+    fused = Fused(nll_in_one_pass, plain_nll)
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in (5, 8, 31):
+            with torch.autocast("cpu", enabled=count != 8):
+                nll, left, plain, expected = both(fused, plain_nll, rows(count, dtype))
+            torch.testing.assert_close(nll, plain, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(left, expected)
+    assert fused.problem is None
+    assert counters["stats"]["unique_graphs"] == 2, "one a dtype"
+
+
+@COMPILER
+@pytest.mark.slow
+def test_fused_one_compiled_step_of_adamw_serves_weights_of_any_size(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(48, 3), (64,), (160, 33), (7,), (33, 3)]  # three that rows of 16 hold, and two that they do not
+    start = [torch.randn(size, generator=draw).bfloat16() for size in sizes]
+    gradients = [[torch.randn(size, generator=draw).bfloat16() for size in sizes] for _ in range(3)]
+
+    def walk() -> list[Tensor]:
+        weights = [torch.nn.Parameter(weight.clone()) for weight in start]
+        optimizer = AdamWBf16([{"params": weights}], lr=1e-3, weight_decay=0.1)
+        for step in gradients:
+            for weight, gradient in zip(weights, step, strict=True):
+                weight.grad = gradient
+            optimizer.step()
+        assert list(optimizer.state[weights[0]]) == [*KINDS, "step"]
+        return [join(weight.detach(), optimizer.state[weight]["remainder"]) for weight in weights]
+
+    step = Fused(adamw_bf16.update)
+    monkeypatch.setattr(adamw_bf16, "_step", step)
+    compiled = walk()
+    assert step.problem is None
+    assert counters["stats"]["unique_graphs"] == 2, "one of rows of 16, one of single elements"
+    monkeypatch.setattr(Fused, "DEVICE_TYPES", ())
+    for actual, expected in zip(compiled, walk(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)

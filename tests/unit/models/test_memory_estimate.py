@@ -1,0 +1,375 @@
+"""The memory estimate: values by hand, the chosen mode, and the difference from measured peaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.config.plan import derive_plan
+from ftcli.config.profile import ShardCounts, load_profile, profile_from_environment
+from ftcli.config.recipe import Recipe
+from ftcli.models.memory_estimate import (
+    MODES,
+    USABLE_FRACTION,
+    MemoryEstimate,
+    choose_mode,
+    estimate_memory,
+)
+from ftcli.models.shape import ModelSize, Shape, measure_model
+from ftcli.runtime.errors import InputError
+from ftcli.testing import profile_environment, save_tiny_causal
+
+from ...support.recipes import minimal_values
+
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+
+
+def recipe(**changes: Any) -> Recipe:
+    values: dict[str, Any] = minimal_values(
+        model={"name": "m"}, data={"train": "x.jsonl", "max_length": 16}, batch={"global_size": 8, "micro_size": 4}
+    )
+    return Recipe.model_validate(values | changes)
+
+
+def test_memory_estimate_with_a_shape_is_read_from_the_names_of_several_architectures() -> None:
+    llama = Shape(layers=2, hidden=8, inner=20, attention=8, keys=4, heads=4, vocabulary=100, patches=None)
+    assert Shape.of(LLAMA) == Shape.of({"text_config": LLAMA}) == llama
+    wide = Shape.of(LLAMA | {"head_dim": 4})
+    assert wide is not None and (wide.attention, wide.keys) == (16, 8)
+    gpt2 = Shape.of({"n_layer": 2, "n_embd": 8, "n_head": 2, "n_inner": None, "vocab_size": 9})
+    assert gpt2 is not None and (gpt2.inner, gpt2.keys) == (32, 8)
+    experts = Shape.of(LLAMA | {"num_experts_per_tok": 3, "moe_intermediate_size": 5})
+    assert experts is not None and experts.inner == 15
+    vit = Shape.of({k: v for k, v in LLAMA.items() if "vocab" not in k} | {"image_size": 16, "patch_size": 8})
+    assert vit is not None and (vit.patches, vit.vocabulary) == (5, 0)
+    assert Shape.of({"image_size": 32, "hidden_sizes": [8]}) is None
+
+
+def test_saved_bytes_of_a_layer_equal_a_hand_count() -> None:
+    shape = Shape.of(LLAMA)
+    assert shape is not None
+    attention = 2 * 8 + 2 * 4  # q, its result; k, v
+    assert shape.activation_bytes("fp32", "full") == 4 * 8 and shape.activation_bytes("bf16_pure", "full") == 2 * 8
+    assert shape.activation_bytes("bf16", "selective") == 4 * 8 + 2 * attention + 4 * 4 + 2 * (2 * 8 + 2 * 20)
+    assert shape.activation_bytes("bf16", "none") == 26 * 8 + 2 * attention + 4 * 4 + 2 * 4 * 20
+
+
+def test_estimate_of_a_process_equals_a_hand_count() -> None:
+    sizes = ModelSize(1000, 500, None)
+    assert estimate_memory(recipe(), sizes, ShardCounts(), rows=1, tokens=1, mode="none").bytes_by_use == {
+        "weights": 4500,
+        "gradients": 4000,
+        "optimizer": 8000,
+        "copies of weights": 0,
+        "rounded weights": 0,
+    }
+    cut = estimate_memory(
+        recipe(precision="bf16"), sizes, ShardCounts(2, 4, 4, zero_stage=3), rows=1, tokens=1, mode="none"
+    )
+    expected = {
+        "weights": 2250,
+        "gradients": 1000,
+        "optimizer": 2000,
+        "copies of weights": 2000,
+        "rounded weights": 1000,
+    }
+    assert cut.bytes_by_use == expected, "the optimizer steps the model's own weights"
+    for shares in (ShardCounts(1, 4, 4, zero_stage=2), ShardCounts(0, 4, 4, zero_stage=3)):
+        whole = estimate_memory(recipe(), sizes, shares, rows=1, tokens=1, mode="none").bytes_by_use["optimizer"]
+        assert whole == 3000, "it steps copies of theirs"
+    pure = estimate_memory(recipe(precision="bf16_pure"), sizes, ShardCounts(), rows=1, tokens=1, mode="none")
+    assert pure.total == 500 + 12 * 1000, "12 bytes an element, as adamw_bf16.py says"
+    assert estimate_memory(recipe(), sizes, ShardCounts(0, 0, 0), rows=1, tokens=1, mode="none").total == 0
+
+
+def test_estimate_memory_counts_float32_logits_if_the_model_changes_logits() -> None:
+    config = LLAMA | {"hidden_size": 8, "vocab_size": 1000}
+    for more, size in ({}, 2), ({"final_logit_softcapping": None}, 2), ({"final_logit_softcapping": 30.0}, 10):
+        sizes = ModelSize(0, 0, Shape.of(config | more))
+        expected = recipe(task="pretrain", precision="bf16")
+        parts = estimate_memory(expected, sizes, ShardCounts(), rows=3, tokens=5, mode="none").bytes_by_use
+        assert parts["logits"] == 3 * 5 * 1000 * size + 1000 * 8 * 4
+
+
+def test_choose_mode_auto_takes_the_first_that_fits_and_gives_the_reason() -> None:
+    expected = recipe()
+    sizes = ModelSize(
+        100, 0, Shape.of(LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12})
+    )
+    plan = derive_plan(expected, 1)
+    totals = {
+        mode: estimate_memory(expected, sizes, ShardCounts(), rows=4, tokens=16, mode=mode).total for mode in MODES
+    }
+    assert totals["none"] > totals["selective"] > totals["full"]
+    for mode, total in totals.items():
+        chosen, message = choose_mode(expected, sizes, ShardCounts(), plan, tokens=16, capacity=int(total / 0.9) + 1)
+        assert (
+            chosen == mode and f"gradient_checkpointing {mode} (auto: " in message and "4 rows of 16 tokens" in message
+        )
+    chosen, message = choose_mode(expected, sizes, ShardCounts(), plan, tokens=16, capacity=1000)
+    assert chosen == "full" and "may not fit either" in message
+    assert choose_mode(expected, sizes, ShardCounts(), plan, tokens=16, capacity=None)[0] == "none"
+    assert choose_mode(expected, sizes, ShardCounts(), plan, tokens=16, capacity=1000, can_recompute=False)[0] == "none"
+    explicit = recipe(model={"name": "m", "gradient_checkpointing": "selective"})
+    assert choose_mode(explicit, sizes, ShardCounts(), plan, tokens=16, capacity=1000)[0] == "selective"
+    hosted = recipe(model={"name": "m", "activation_offloading": True})
+    assert choose_mode(hosted, sizes, ShardCounts(), plan, tokens=16, capacity=10**12)[0] == "full"
+    auto = recipe(batch={"global_size": 8, "micro_size": "auto"})
+    assert "1 row of 16 tokens" in choose_mode(auto, sizes, ShardCounts(), plan, tokens=16, capacity=10**12)[1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "measured", "without"), [("bf16", 8.05, 10.28), ("bf16_pure", 6.38, 7.95)], ids=["bf16", "bf16_pure"]
+)
+def test_estimate_memory_with_liger_kernels_is_near_the_peak_of_an_h100(
+    precision: str, measured: float, without: float
+) -> None:
+    """The peaks are those of tests/gpu/test_memory_on_gpus.py with liger-kernel 0.8.5 and torch 2.11, in GB."""
+    shape = Shape(12, 1024, 2816, 1024, 512, 16, 32000, None)
+    trained = 2 * 32000 * 1024 + 12 * (1024 * (2 * 1024 + 2 * 512) + 3 * 1024 * 2816 + 2 * 1024) + 1024
+    sizes, small_recipe = ModelSize(trained, 0, shape), recipe(precision=precision)
+    how: dict[str, Any] = {"rows": 8, "tokens": 1024, "mode": "none"}
+    estimate = [
+        estimate_memory(small_recipe, sizes, ShardCounts(), fused=fused, **how).total / 1e9 for fused in (True, False)
+    ]
+    assert estimate == [pytest.approx(measured, rel=0.05), pytest.approx(without, rel=0.01)]
+
+
+def test_estimate_memory_of_an_adapter_counts_no_gradient_of_the_frozen_head() -> None:
+    shape = Shape(2, 8, 32, 8, 8, 2, 1000, None)
+    how: dict[str, Any] = {"rows": 3, "tokens": 5, "mode": "none"}
+
+    def logits(**sections: Any) -> int:
+        small_recipe = recipe(adapter={"type": "lora"} | sections.pop("adapter", {}), **sections)
+        return estimate_memory(small_recipe, ModelSize(100, 0, shape), ShardCounts(), **how).bytes_by_use["logits"]
+
+    frozen = logits()
+    trained = frozen + 1000 * 8 * 4
+    assert logits(adapter={"modules_to_save": ["lm_head"]}) == trained
+    assert logits(model={"name": "m", "new_tokens": ["<a>"]}) == trained
+
+
+def test_gradient_checkpointing_maps_true_to_full_and_false_to_none() -> None:
+    for given, meant in ((True, "full"), (False, "none"), ("auto", "auto")):
+        assert recipe(model={"name": "m", "gradient_checkpointing": given}).model.gradient_checkpointing == meant
+    with pytest.raises(ValueError, match="gradient_checkpointing"):
+        recipe(model={"name": "m", "gradient_checkpointing": 1})
+
+
+@pytest.mark.parametrize(
+    ("profile", "shares"),
+    [
+        ("ddp", ShardCounts()),
+        ("fsdp", ShardCounts(4, 4, 4)),
+        ("hsdp", ShardCounts(2, 2, 2)),
+        ("fsdp_offload", ShardCounts(0, 0, 0)),
+        ("zero2", ShardCounts(1, 4, 4, zero_stage=2)),
+        ("zero3", ShardCounts(4, 4, 4, zero_stage=3)),
+        ("zero3_offload", ShardCounts(0, 0, 0, zero_stage=3)),
+    ],
+)
+def test_memory_estimate_with_a_file_and_the_environment_it_becomes_cut_alike(
+    profile: str, shares: ShardCounts
+) -> None:
+    assert load_profile(profile).shard_counts(4) == shares
+    environment = profile_environment(profile, 4) | {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
+    assert profile_from_environment(environment).shard_counts(4) == shares
+
+
+def test_memory_estimate_with_a_stage_that_a_profile_leaves_open_is_accelerates_own(tmp_path: Path) -> None:
+    file = tmp_path / "open.yaml"
+    file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero3_init_flag: false\n")
+    assert load_profile(file).shard_counts(4) == ShardCounts(1, 4, 4, zero_stage=2)
+
+
+def test_measure_model_equals_the_files_and_counts_an_adapter(tmp_path: Path) -> None:
+    folder = save_tiny_causal(tmp_path)
+    whole = measure_model(folder, recipe())
+    assert (whole.trained, whole.frozen_bytes) == (
+        259 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 63 * 32 + 64) + 32,
+        0,
+    )
+    adapted = measure_model(folder, recipe(adapter={"type": "lora", "r": 2}))
+    inputs_and_outputs = 2 * (64 + 48 + 48 + 64 + 3 * (63 + 32))
+    assert (adapted.trained, adapted.frozen_bytes) == (2 * inputs_and_outputs, 4 * whole.trained)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_estimate_with_an_unreadable_file_names_it(name: str, tmp_path: Path) -> None:
+    folder = save_tiny_causal(tmp_path)
+    (folder / name).write_bytes(b"rubbish, and long enough to be a length")
+    with pytest.raises(InputError, match=f"{name} cannot be read"):
+        measure_model(folder, recipe())
+
+
+def test_estimate_memory_of_8_bit_moments_counts_two_bytes_per_element() -> None:
+    packed = {"name": "adamw_8bit", "learning_rate": 1e-3}
+    estimate = estimate_memory(
+        recipe(optimizer=packed), ModelSize(1000, 0, None), ShardCounts(), rows=1, tokens=1, mode="none"
+    )
+    assert estimate.bytes_by_use["optimizer"] == 2000
+    with pytest.raises(ValueError, match="adamw_8bit needs float32 weights"):
+        recipe(optimizer=packed, precision="bf16_pure")
+
+
+def test_memory_estimate_estimate_reads_as_one_line() -> None:
+    message = str(MemoryEstimate({"weights": 10**9, "gradients": 0, "logits": 5 * 10**8}))
+    assert message == "about 1.50 GB per process (weights 1.00, logits 0.50)"
+
+
+def test_estimate_under_compiled_layers_nothing_is_recomputed_selectively() -> None:
+    shape = ModelSize(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
+    how: dict[str, Any] = {"rows": 8, "tokens": 4096, "fresh_gradients": True}
+    # The last: layers are not compiled though the recipe says so, because ZeRO-3 gathers weights inside of them.
+    for asks, compiled, expected in ((False, False, "selective"), (True, True, "full"), (True, False, "selective")):
+        small_recipe = recipe(model={"name": "m", "torch_compile": asks}, batch={"global_size": 8, "micro_size": 8})
+        plan = derive_plan(small_recipe, 1)
+        sections = {
+            mode: estimate_memory(
+                small_recipe, shape, ShardCounts(), mode=mode, fused=compiled and mode == "none", **how
+            ).total
+            for mode in MODES
+        }
+        assert sections["full"] < sections["selective"] < sections["none"]
+        room = int((sections["none"] + sections["selective"]) / 2 / USABLE_FRACTION)
+        assert (
+            choose_mode(small_recipe, shape, ShardCounts(), plan, tokens=4096, capacity=room, fused=compiled)[0]
+            == expected
+        )
+    with pytest.raises(ValueError, match="cannot be combined with torch_compile"):
+        recipe(model={"name": "m", "torch_compile": True, "gradient_checkpointing": "selective"})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_pure", "fp8"])
+def test_estimate_every_precision_has_an_estimate(precision: str) -> None:
+    shape = ModelSize(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
+    small_recipe = recipe(precision=precision, batch={"global_size": 8, "micro_size": 8})
+    assert all(
+        estimate_memory(small_recipe, shape, ShardCounts(), rows=8, tokens=4096, mode=mode).total > 10**9
+        for mode in MODES
+    )
+
+
+LLAMA_8B = ModelSize(8_030_261_248, 0, Shape(32, 4096, 14336, 4096, 1024, 32, 128256, None))
+LLAMA_1B = ModelSize(1_235_814_400, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "precision", "rows", "measured"),
+    [(LLAMA_8B, "bf16_pure", 2, 120.4), (LLAMA_1B, "bf16_pure", 4, 34.8), (LLAMA_1B, "bf16", 4, 41.1)],
+)
+def test_estimate_of_compiled_layers_is_the_peak_that_was_seen(
+    sizes: ModelSize, precision: str, rows: int, measured: float
+) -> None:
+    small_recipe = recipe(precision=precision, batch={"global_size": rows, "micro_size": rows})
+    how: dict[str, Any] = {"rows": rows, "tokens": 4096, "mode": "none", "fresh_gradients": True}
+    estimate = estimate_memory(small_recipe, sizes, ShardCounts(), fused=True, **how).total
+    assert estimate / 1e9 == pytest.approx(measured, rel=0.06)
+    assert estimate_memory(small_recipe, sizes, ShardCounts(), **how).total > 1.1 * estimate
+    plan = derive_plan(small_recipe, 1)
+    chosen = [
+        choose_mode(small_recipe, sizes, ShardCounts(), plan, tokens=4096, capacity=150_110_000_000, fused=c)[0]
+        for c in (0, 1)
+    ]
+    assert chosen == (["selective", "none"] if sizes is LLAMA_8B else ["none", "none"])
+
+
+@pytest.mark.parametrize(
+    ("profile", "processes", "mode", "measured"),
+    [("fsdp", 2, "none", 98.5), ("fsdp", 4, "none", 74.4), ("zero3", 2, "selective", 107.3)],
+)
+def test_choose_estimate_of_shards_is_the_peak_that_was_seen(
+    profile: str, processes: int, mode: str, measured: float
+) -> None:
+    """Llama-3.1-8B's shape, one row of 8192 tokens, on H200s; layers under FSDP2 were compiled."""
+    model_section = {"name": "m", "gradient_checkpointing": mode}
+    small_recipe = recipe(
+        task="sft", precision="bf16", model=model_section, batch={"global_size": processes, "micro_size": 1}
+    )
+    compiled, shares = profile == "fsdp", load_profile(profile).shard_counts(processes)
+    plan = derive_plan(small_recipe, processes)
+    message = choose_mode(small_recipe, LLAMA_8B, shares, plan, tokens=8192, capacity=None, fused=compiled)[1]
+    gigabytes = float(message.partition("about ")[2].partition(" ")[0])
+    assert gigabytes == pytest.approx(measured, rel=0.02)
+
+
+def test_casts_stay_but_where_weights_travel_cast_or_deepspeed_multiplies() -> None:
+    recipes = {name: recipe(task="sft", precision=name) for name in ("bf16", "fp16", "fp8")}
+    recipes["labels"] = recipe(task="text_classification", precision="bf16")
+    experts = ModelSize(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None, has_experts=True))
+    fsdp, zero3 = ShardCounts(2, 2, 2), ShardCounts(2, 2, 2, zero_stage=3)
+    for name, sizes, shares, stays in (
+        ("bf16", LLAMA_1B, ShardCounts(), True),
+        ("bf16", LLAMA_1B, fsdp, False),
+        ("fp16", LLAMA_1B, fsdp, False),
+        ("fp8", LLAMA_1B, fsdp, False),
+        ("labels", LLAMA_1B, fsdp, True),
+        ("bf16", experts, fsdp, True),
+        ("bf16", LLAMA_1B, zero3, False),
+        ("bf16", LLAMA_1B, ShardCounts(zero_stage=3), False),
+        ("labels", LLAMA_1B, zero3, False),
+        ("bf16", experts, zero3, True),
+    ):
+        for mode in MODES:
+            memory = estimate_memory(recipes[name], sizes, shares, rows=1, tokens=64, mode=mode)
+            copy_bytes = memory.bytes_by_use["copies of weights"]
+            assert copy_bytes == 2 * sizes.trained * stays, (name, shares, mode)
+
+
+def test_estimate_of_zero3_counts_padded_shards() -> None:
+    bf16, fp32 = (recipe(task="sft", precision=name) for name in ("bf16", "fp32"))
+    lora = recipe(task="sft", precision="bf16", adapter={"type": "lora"})
+    labels = recipe(task="text_classification", precision="bf16")
+    for name, case_recipe, more in (
+        ("zero3", bf16, LLAMA_1B.trained // 2),
+        ("fsdp", bf16, 0),
+        ("zero2", bf16, 0),
+    ) + tuple(("zero3", other, 0) for other in (fp32, lora, labels)):
+        shares = load_profile(name).shard_counts(4)
+        parts = estimate_memory(case_recipe, LLAMA_1B, shares, rows=1, tokens=64, mode="none").bytes_by_use
+        assert parts["rounded weights"] == more, (name, case_recipe)
+    experts = ModelSize(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None, has_experts=True))
+    parts = estimate_memory(
+        bf16, experts, load_profile("zero3").shard_counts(4), rows=1, tokens=64, mode="none"
+    ).bytes_by_use
+    assert parts["rounded weights"] == 0, "experts are no modules that only multiply"
+    parts = estimate_memory(
+        bf16, LLAMA_1B, ShardCounts(0, 4, 0, zero_stage=3), rows=1, tokens=64, mode="none"
+    ).bytes_by_use
+    assert parts["rounded weights"] == 0, "pieces that wait on the host are cast on their way"
+
+
+@pytest.mark.parametrize("profile", ["single", "ddp", "fsdp", "zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_check_reports_no_compilation_for_an_adapter_under_zero3(profile: str, adapter: str, tmp_path: Path) -> None:
+    from ftcli.reports.check import _memory_estimate
+
+    folder = str(save_tiny_causal(tmp_path))
+    message = set()
+    for asks in (False, True):
+        model = {"name": folder, "torch_compile": asks}
+        small_recipe = recipe(model=model, data={"train": "x", "max_length": 2**20}, adapter={"type": adapter})
+        message |= set(
+            _memory_estimate(small_recipe, load_profile(profile), derive_plan(small_recipe, 2), cpu=True).values()
+        )
+    assert (len(message) == 1) == (profile.startswith("zero3") and adapter == "lora")
+
+
+def test_estimate_memory_with_fresh_gradients_shares_the_memory_of_activations() -> None:
+    small_recipe = recipe(batch={"global_size": 8, "micro_size": 4})
+    expected = estimate_memory(small_recipe, LLAMA_1B, ShardCounts(), rows=4, tokens=4096, mode="none").total
+    message = choose_mode(
+        small_recipe, LLAMA_1B, ShardCounts(), derive_plan(small_recipe, 1), tokens=4096, capacity=None
+    )[1]
+    assert f"about {expected / 1e9:.2f} GB" in message and "gradients" in message
+    short = estimate_memory(small_recipe, LLAMA_1B, ShardCounts(), rows=1, tokens=64, mode="none", fresh_gradients=True)
+    assert 0 < short.bytes_by_use["gradients"] < 4 * LLAMA_1B.trained

@@ -1,0 +1,54 @@
+"""Models that learned their positions refuse longer rows in words, exactly where they would fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftcli.config.recipe import Recipe
+from ftcli.models.positions import learned_positions
+from ftcli.runtime.errors import InputError
+from ftcli.testing import save_tiny_encoder
+from ftcli.training.setup import prepare
+
+from ...support.recipes import minimal_values
+
+SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+EXTRAS = {
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 9},
+    "opt": {"ffn_dim": 20, "word_embed_proj_dim": 16},
+}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "bert", "roberta", "distilbert", "llama"])
+def test_learned_positions_is_the_longest_row_of_a_model(kind: str) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    sizes = SIZES | {"max_position_embeddings": 9, "dim": 16, "n_heads": 2, "n_layers": 1} | EXTRAS.get(kind, {})
+    model: Any = AutoModel.from_config(AutoConfig.for_model(kind, **sizes, pad_token_id=1, bos_token_id=2))
+    most = learned_positions(model)
+    if kind == "llama":
+        assert most is None
+        return
+    assert most is not None and most <= 9
+    model(input_ids=torch.full((1, most), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, most + 1), 5))
+
+
+def test_prepare_with_rows_beyond_the_positions_names_the_length_that_fits(tmp_path: Path) -> None:
+    save_tiny_encoder(tmp_path / "model")
+    rows = [{"text": "x" * length, "label": str(length)} for length in (3, 600)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    values: dict[str, Any] = minimal_values(
+        "text_classification", model={"name": str(tmp_path / "model")}, data={"train": str(tmp_path / "rows.jsonl")}
+    )
+    with pytest.raises(InputError, match="the longest row has 600 tokens, and .* has 512 positions") as caught:
+        prepare(Recipe.model_validate(values), cpu=True)
+    assert caught.value.problems[0].hint == "set data.max_length to 512 at most"
+    values["data"]["max_length"] = 512
+    prepare(Recipe.model_validate(values), cpu=True)

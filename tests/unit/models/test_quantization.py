@@ -1,0 +1,79 @@
+"""A base model in 4 bits is refused before anything is loaded where it cannot run; no bitsandbytes is needed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ftcli.config.compatibility import check_pair
+from ftcli.config.load import load_recipe
+from ftcli.config.profile import load_profile
+from ftcli.config.recipe import Recipe
+from ftcli.launch.preflight import check_bitsandbytes
+from ftcli.runtime.errors import InputError
+
+from ...support.recipes import minimal_values
+
+VALUES = minimal_values(
+    model={"name": "some/model", "quantization": {"load_in_4bit": True}},
+    adapter={"type": "lora"},
+    data={"train": "rows.jsonl"},
+    batch={"global_size": 8},
+    train={"max_steps": 2},
+    optimizer={"learning_rate": 1e-4},
+)
+RECIPE = Recipe.model_validate(VALUES)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "hsdp"])
+def test_check_pair_of_4_bit_and_sharded_profiles(name: str) -> None:
+    assert check_pair(RECIPE, load_profile(name)) == []
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_offload", "fsdp_offload"])
+def test_four_bits_are_refused_where_weights_are_flattened_or_wait_on_the_host(name: str) -> None:
+    lines = [problem.what for problem in check_pair(RECIPE, load_profile(name))]
+    assert len(lines) == 1 and lines[0].startswith("model.quantization cannot run on this profile")
+
+
+def test_four_bits_need_a_gpu_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lines = [problem.what for problem in check_bitsandbytes(RECIPE, cpu=True)]
+    assert lines == [
+        "model.quantization needs bitsandbytes, which is not installed",
+        "model.quantization needs a GPU",
+    ]
+    plain = RECIPE.model_copy(update={"model": RECIPE.model.model_copy(update={"quantization": None})})
+    assert check_bitsandbytes(plain, cpu=True) == []
+
+
+def test_check_of_adamw_8bit_without_package_or_gpu_names_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    packed = RECIPE.optimizer.model_copy(update={"name": "adamw_8bit"})
+    both = check_bitsandbytes(RECIPE.model_copy(update={"optimizer": packed}), cpu=True)
+    assert [problem.what for problem in both[2:]] == [
+        "optimizer.name: adamw_8bit needs bitsandbytes, which is not installed",
+        "optimizer.name: adamw_8bit needs a GPU",
+    ]
+    assert "or remove the section" in both[0].hint and "--set model.quantization=null" in both[1].hint
+    assert "or set it to adamw" in both[2].hint and "--set optimizer.name=adamw" in both[3].hint
+
+
+def test_weights_in_four_bits_cannot_be_trained(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(VALUES | {"adapter": {"type": "none"}}))
+    with pytest.raises(InputError, match="weights in 4 bits cannot be trained"):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [("bnb_4bit_compute_dtype", "it is the recipe's precision"), ("bnb_4bit_quant_storage", "it follows from")],
+)
+def test_dtypes_of_four_bits_are_derived(key: str, hint: str, tmp_path: Path) -> None:
+    quantization = {"load_in_4bit": True, key: "bfloat16"}
+    model = {"name": "some/model", "quantization": quantization}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(VALUES | {"model": model}))
+    with pytest.raises(InputError, match=hint):
+        load_recipe(tmp_path / "recipe.yaml")

@@ -1,0 +1,78 @@
+"""The sizes of a model from its configuration, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ftcli.models.shape import Shape, size_of_shape
+
+from .test_memory_estimate import LLAMA, recipe
+
+
+def shape(**changes: Any) -> Shape:
+    parsed = Shape.of(LLAMA | changes)
+    assert parsed is not None
+    return parsed
+
+
+MATRICES = 8 * (2 * 8 + 2 * 4 + 3 * 20)  # q and o, k and v, gate, up and down of one layer
+
+
+def test_shape_weights_equal_a_hand_count() -> None:
+    assert shape().layer_products == shape().layer_weights == MATRICES
+    assert shape().weights == 2 * (MATRICES + 16) + 2 * 100 * 8 + 8
+    assert shape(tie_word_embeddings=True).weights == 2 * (MATRICES + 16) + 100 * 8 + 8
+
+
+def test_shape_with_experts_multiplies_the_used_ones_and_stores_all() -> None:
+    experts = shape(num_experts_per_tok=2, num_experts=6, moe_intermediate_size=5)
+    assert experts.layer_products == 8 * (24 + 3 * 2 * 5) and experts.layer_weights == 8 * (24 + 3 * 6 * 5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "vit", "opt"])
+def test_shape_without_a_gate_has_two_products(kind: str) -> None:
+    assert shape(model_type=kind).layer_products == 8 * (24 + 2 * 20)
+
+
+def test_shape_of_an_unknown_type_has_a_gate_and_an_untied_head() -> None:
+    unknown = shape(model_type="something_new")
+    assert unknown.has_gate and not unknown.ties_head and not unknown.norms_queries
+
+
+def test_size_of_shape_of_an_adapter_counts_both_matrices_of_each_product() -> None:
+    size = size_of_shape(shape(), recipe(adapter={"type": "lora", "r": 3}, precision="bf16"))
+    sides = 2 * (8 + 8) + 2 * (8 + 4) + 3 * (8 + 20)
+    assert (size.trained, size.frozen_bytes) == (2 * 3 * sides, 2 * shape().weights)
+
+
+def test_size_of_shape_in_4_bits_keeps_embeddings_in_16() -> None:
+    model = {"name": "m", "quantization": {"load_in_4bit": True}}
+    size = size_of_shape(shape(), recipe(adapter={"type": "lora"}, precision="bf16", model=model))
+    assert size.frozen_bytes == 2 * shape().weights - int(2 * MATRICES * 1.48)
+
+
+def test_activation_bytes_of_layers_above_frozen_weights_equal_a_hand_count() -> None:
+    attention, products = 2 * (2 * 8 + 2 * 4) + 4 * 4, 2 * 20
+    how: dict[str, Any] = {"adapter": True}
+    assert shape().activation_bytes("bf16", "full", **how) == 2 * 8, "the residual stream has 16 bits"
+    assert shape().activation_bytes("bf16", "none", **how) == 12 * 8 + attention + 4 * products
+    assert shape().activation_bytes("bf16", "none", fused=True, **how) == 8 * 8 + attention + 3 * products
+    assert shape().activation_bytes("bf16", "none", compiled=True, **how) == 4 * 8 + attention + 2 * products
+
+
+def test_activation_bytes_of_a_layer_without_a_gate_and_with_normed_queries() -> None:
+    attention, products = 2 * (2 * 8 + 2 * 4) + 4 * 4, 2 * 20
+    assert shape(model_type="bert").activation_bytes("bf16", "none") == 16 * 8 + attention + 2 * products
+    normed = shape(model_type="qwen3").activation_bytes("bf16", "none", fused=True)
+    assert normed == 12 * 8 + attention + 2 * (8 + 4) + 3 * products
+
+
+def test_activation_bytes_in_fp8_are_inputs_of_8_bits_without_the_gated_product() -> None:
+    attention, products = 2 * (2 * 8 + 2 * 4) + 4 * 4, 2 * 20
+    assert shape().activation_bytes("fp8", "none", fused=True) == 9 * 8 + attention + 2 * products
+
+
+def test_gradient_bytes_equal_a_hand_count() -> None:
+    assert shape().gradient_bytes("bf16") == 2 * (3 * 20 + 2 * 8 + 2 * 4 + 4 * 8)

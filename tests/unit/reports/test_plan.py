@@ -1,0 +1,330 @@
+"""`ftcli plan`: what is forecast for each profile, what is missing, and the output as text and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import ftcli
+from ftcli.__main__ import main
+from ftcli.models.shape import Shape
+from ftcli.models.step_work import Rows
+from ftcli.reports.plan import PlanReport
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.gpus import measured_speeds_path
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+WEIGHTS = 16 * (2048 * (2 * 2048 + 2 * 512 + 3 * 8192) + 2 * 2048) + 128256 * 2048 + 2048
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a recipe for a Llama-3.2-1B shape without weights, on a machine without a GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    values: dict[str, Any] = {
+        "task": "pretrain",
+        "precision": "bf16",
+        "model": {"name": str(tmp_path / "model"), "dropout": 0.0},
+        "data": {"train": "rows.jsonl", "max_length": 4096, "packing": True},
+        "batch": {"global_size": 16, "micro_size": 4},
+        "train": {"max_steps": 900},
+        "optimizer": {"learning_rate": 1.0e-5},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def planned(recipe: Path, *profiles: str, **options: Any) -> PlanReport:
+    return ftcli.plan(recipe, profiles or ("ddp",), **{"gpus": 4, "gpu": "H200"} | options)
+
+
+def test_plan_memory_of_each_part_equals_a_hand_count(recipe: Path) -> None:
+    ddp, fsdp, zero3, one = planned(recipe, "ddp", "fsdp", "zero3", "single").forecasts
+    layer = 12 * 2048 + 2 * (2 * 2048 + 2 * 512) + 4 * 32 + 3 * 2 * 8192  # bytes that a compiled layer keeps of a token
+    activations = 4 * 4096 * 17 * layer
+    logits = (2**28 // 128256) * 128256 * 2 + 128256 * 2048 * 4
+    assert ddp.parts == {
+        "weights": 4 * WEIGHTS,
+        "gradients": 4 * WEIGHTS,
+        "optimizer": 8 * WEIGHTS,
+        "activations": activations,
+        "logits": logits,
+        "casts": 2 * WEIGHTS,
+        "communication buffers": 0,
+    }
+    one_layer = 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
+    assert fsdp.parts == {
+        "weights": WEIGHTS,
+        "gradients": 0,  # they take the memory of activations that are freed
+        "optimizer": 2 * WEIGHTS,
+        "activations": activations,
+        "logits": logits,
+        "casts": 0,
+        "communication buffers": 3 * 4 * one_layer + 4 * 128256 * 2048,
+    }
+    assert zero3.parts["casts"] == 2 * WEIGHTS // 4 and zero3.parts["gradients"] == WEIGHTS
+    assert one.parts["gradients"] == 4 * WEIGHTS and one.gpus == 1, "four micro-batches are added up"
+
+
+def test_plan_speed_hours_and_cost_follow_from_the_step_time(recipe: Path) -> None:
+    report = planned(recipe, "ddp", "single", price=2.5)
+    ddp, single = report.forecasts
+    assert ddp.time is not None and single.time is not None
+    assert ddp.tokens_per_second == 16 * 4096 / ddp.time.total
+    assert ddp.hours == ddp.time.total * 900 / 3600 and ddp.cost(2.5) == 2.5 * 4 * ddp.hours
+    assert single.cost(2.5) == 2.5 * single.hours and single.time.total > 3 * ddp.time.total
+    assert report.fastest is ddp
+    assert single.time.communication == 0 < ddp.time.communication
+
+
+def test_plan_chooses_less_memory_where_the_recipes_micro_size_does_not_fit(recipe: Path) -> None:
+    roomy, tight, none = (planned(recipe, "ddp", memory_gb=size).forecasts[0] for size in (80, 32, 20))
+    assert (roomy.fits, roomy.mode, roomy.plan.micro_size, roomy.plan.accumulation) == (True, "none", 4, 1)
+    assert tight.fits and tight.mode == "full" and roomy.memory.total > tight.memory.total
+    assert none.fits is False and none.plan.micro_size == 1 and none.mode == "full"
+
+
+def test_plan_with_micro_size_auto_takes_the_most_rows_of_the_mode_for_one_row(recipe: Path) -> None:
+    large, small = (
+        planned(recipe, "fsdp", memory_gb=size, overrides=["batch.micro_size=auto", "batch.global_size=64"]).forecasts[
+            0
+        ]
+        for size in (141, 24)
+    )
+    assert (large.mode, large.plan.micro_size) == ("none", 16)
+    assert small.mode == "none" and small.plan.micro_size < 16 and small.fits
+
+
+def test_plan_hints_at_a_smaller_micro_size_that_recomputes_less(recipe: Path) -> None:
+    report = planned(recipe, "fsdp", memory_gb=24)
+    (one,) = report.forecasts
+    assert (
+        one.mode == "full" and one.faster is not None and one.faster.mode == "none" and one.faster.plan.micro_size < 4
+    )
+    (hint,) = [line for line in report.lines() if line.startswith("hint: ")]
+    assert "fsdp: batch.micro_size=" in hint and "% faster, because nothing is recomputed" in hint
+
+
+def test_plan_of_a_recipe_that_a_profile_refuses_gives_the_reason(recipe: Path) -> None:
+    report = planned(recipe, "zero3", "ddp", overrides=["precision=fp8"])
+    zero3, ddp = report.forecasts
+    assert "fp8" in zero3.problem and zero3.memory is None and ddp.fits
+    assert "zero3  cannot run this recipe: precision is fp8" in "\n".join(report.lines())
+
+
+def test_plan_with_indivisible_rows_gives_the_reason(recipe: Path) -> None:
+    (one,) = planned(recipe, "ddp", gpus=3).forecasts
+    assert one.problem == "batch.global_size 16 cannot be divided evenly over 3 processes"
+
+
+def test_plan_verdicts_name_the_fastest_and_the_reasons_of_the_others(recipe: Path) -> None:
+    text = "\n".join(planned(recipe, "single", "ddp", "zero2", memory_gb=64).lines())
+    assert "fits; the fastest of the profiles that fit, with 4 GPUs" in text
+    assert " times as slow as " in text and "uses 1 GPU of 4" in text
+    tight = "\n".join(planned(recipe, "ddp", memory_gb=16).lines())
+    assert "does not fit: needs" in tight and "of 14.4; the largest part is" in tight
+
+
+def test_plan_of_a_hub_name_without_a_cache_goes_on_with_the_batches(recipe: Path) -> None:
+    report = planned(recipe, "ddp", overrides=["model.name=nobody/nothing"])
+    (one,) = report.forecasts
+    assert one.memory is None and one.time is None and one.plan is not None and one.plan.micro_size == 4
+    assert any("nobody/nothing is a name on the hub" in line for line in report.missing)
+    assert "ddp  not known; rows per step: 16 = 4 rows x 1 micro-batch x 4 processes, 900 steps" in report.lines()
+    assert max(map(len, report.lines()[1:])) <= 100, "long sentences are wrapped"
+
+
+def test_plan_of_a_hub_name_reads_the_cached_configuration(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hub" / "models--some--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("a" * 40)
+    (folder / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (folder / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (one,) = planned(recipe, "ddp", overrides=["model.name=some/model"]).forecasts
+    assert one.parts["weights"] == 4 * WEIGHTS
+
+
+def test_plan_of_an_image_model_counts_patches(recipe: Path, tmp_path: Path) -> None:
+    sizes = {"model_type": "vit", "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
+    sizes |= {"intermediate_size": 3072, "image_size": 224, "patch_size": 16}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+    values = yaml.safe_load(recipe.read_text())
+    values |= {"task": "image_classification", "data": {"train": "images"}}
+    recipe.write_text(yaml.safe_dump(values))
+    (one,) = (report := planned(recipe, "single")).forecasts
+    assert report.target.longest == 197 and one.tokens == 16 * 197 and one.time is not None and one.time.data == 0
+    assert "decoding of images is not counted" in report.notes
+
+
+def test_plan_of_prepared_rows_uses_their_lengths(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ftcli.config.load import load_recipe
+    from ftcli.data.cached_counts import counts_file
+
+    monkeypatch.setenv("FTCLI_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n')
+    overrides = [f"data.train={tmp_path / 'rows.jsonl'}", "train.epochs=2"]
+    full = planned(recipe, "ddp", overrides=overrides)
+    path = counts_file(load_recipe(recipe, overrides))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rows": {"train": 160, "documents": 1600, "tokens": 480_000}}))
+    known = planned(recipe, "ddp", overrides=overrides)
+    assert known.target.lengths == Rows(3000, 2 * 300) and known.target.rows == 160
+    assert known.forecasts[0].plan.steps == 20 and known.forecasts[0].hours is not None
+    assert known.forecasts[0].time.total < full.forecasts[0].time.total
+    assert not any("full" in line for line in known.notes) and any("full" in line for line in full.notes)
+
+
+def test_plan_of_an_unknown_architecture_counts_what_the_files_hold(recipe: Path, tmp_path: Path) -> None:
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({"model_type": "resnet", "hidden_sizes": [8]}))
+    (one,) = (report := planned(recipe, "ddp")).forecasts
+    assert one.memory is None and any("neither safetensors files nor the sizes" in line for line in report.missing)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 10], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (one,) = (report := planned(recipe, "ddp")).forecasts
+    assert one.parts["weights"] == 40_000 and one.parts["activations"] == 0 and one.time is None
+    assert any("of type resnet has no sizes of a transformer" in line for line in report.missing)
+
+
+def test_plan_of_a_new_model_type_with_known_keys_is_counted(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "brand_new"}))
+    (one,) = planned(recipe, "ddp").forecasts
+    assert one.parts["weights"] == 4 * WEIGHTS and one.time is not None and not one.compiled
+
+
+def test_plan_without_a_gpu_gives_memory_only(recipe: Path) -> None:
+    report = ftcli.plan(recipe, ["ddp"])
+    (one,) = report.forecasts
+    assert (one.gpus, one.fits, one.time) == (8, None, None) and one.memory is not None
+    assert any("no GPU is visible here" in line for line in report.missing)
+    assert any("8 GPUs are assumed" in line for line in report.notes)
+    assert any(line.startswith("ddp  needs ") for line in report.lines())
+
+
+def test_plan_of_an_unknown_gpu_with_its_memory_compares_memory_only(recipe: Path) -> None:
+    report = planned(recipe, "ddp", gpu="Radeon RX 7900", memory_gb=64)
+    assert report.forecasts[0].fits is True and report.forecasts[0].time is None
+    assert any("Radeon RX 7900 is not in the table of GPUs" in line for line in report.missing)
+    with pytest.raises(InputError, match="--gpu: Radeon RX 7900 is not in the table"):
+        planned(recipe, "ddp", gpu="Radeon RX 7900")
+
+
+def test_plan_of_this_machines_gpu_uses_its_memory_and_its_measured_rates(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 102400'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv("FTCLI_CACHE", str(tmp_path))
+    table = ftcli.plan(recipe, ["ddp"])
+    assert table.target.gpus == 4
+    measured_speeds_path().write_text(json.dumps({"gpu": "NVIDIA H200", "product_flops": {"bf16": 1e14}}))
+    measured = ftcli.plan(recipe, ["ddp"], gpus=4)
+    assert table.target.capacity == measured.target.capacity == 100 * 2**30
+    assert measured.forecasts[0].time.compute > 3 * table.forecasts[0].time.compute
+    assert any("measured on this machine" in line for line in measured.lines())
+
+
+def test_plan_of_a_gpu_without_bfloat16_gives_no_times(recipe: Path) -> None:
+    report = planned(recipe, "ddp", gpu="T4")
+    assert report.forecasts[0].time is None and "times: T4 has no bf16 products" in report.missing
+
+
+def test_plan_with_unknown_rows_gives_no_hours(recipe: Path) -> None:
+    report = planned(recipe, "ddp", overrides=["train.epochs=1"])
+    assert report.forecasts[0].hours is None and report.forecasts[0].time is not None
+    assert any("hours: the number of rows is not known" in line for line in report.missing)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("gpus", 0), ("memory_gb", 0), ("price", -1), ("price", float("nan")), ("memory_gb", 1e999)]
+)
+def test_plan_with_an_unusable_number_raises(option: str, value: float, recipe: Path) -> None:
+    with pytest.raises(InputError, match="it must be a number above 0"):
+        planned(recipe, "ddp", **{option: value})
+
+
+def test_plan_without_names_covers_the_shipped_profiles_of_one_machine(recipe: Path) -> None:
+    names = [one.profile for one in ftcli.plan(recipe, gpu="H200", gpus=4).forecasts]
+    assert {"single", "ddp", "fsdp", "hsdp", "zero2", "zero3", "fsdp_offload", "zero3_offload"} == set(names)
+
+
+def test_plan_text_fits_into_100_columns(recipe: Path) -> None:
+    lines = ftcli.plan(recipe, gpu="H200", gpus=8, price=3.5).lines()
+    assert [line for line in lines if len(line) > 100 and not line.startswith("recipe")] == []
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_plan_json_has_the_documented_keys(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(recipe), "--profiles", "ddp,fsdp", "--gpus", "4", "--gpu", "H200", "--price", "2", "--json"]
+    with pytest.raises(SystemExit) as exit_:
+        main(command)
+    values = json.loads(capsys.readouterr().out)
+    assert exit_.value.code == 0
+    assert list(values) == [
+        "recipe", "gpus", "gpu", "memory_bytes", "usable_bytes", "profiles", "fastest", "hints", "missing", "notes",
+    ]  # fmt: skip
+    ddp = values["profiles"][0]
+    assert list(ddp) == [
+        "profile", "gpus", "fits", "verdict", "micro_size", "accumulation", "gradient_checkpointing", "torch_compile",
+        "memory_bytes", "step_seconds", "tokens_per_second", "steps", "hours", "cost",
+    ]  # fmt: skip
+    assert ddp["memory_bytes"]["total"] == sum(v for k, v in ddp["memory_bytes"].items() if k != "total")
+    assert ddp["step_seconds"]["total"] == sum(ddp["step_seconds"][k] for k in ("compute", "communication", "data"))
+    assert values["fastest"] in ("ddp", "fsdp") and values["gpu"]["name"] == "H200"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--profiles", "nothing"], "'nothing' is neither a profile file nor the name of a shipped profile"),
+        (["--gpu", "H10"], "did you mean 'H100'"),
+        (["--set", "batch.micro_sizes=3"], "micro_size"),
+        (["--set", "model.name=/no/such/folder"], "no model folder at"),
+        (["--memory", "-3"], "must be a number above 0"),
+    ],
+)
+def test_plan_command_with_a_mistake_exits_2(
+    arguments: list[str], message: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", str(recipe), *arguments])
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_plan_of_an_invalid_recipe_names_file_and_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.write_text(recipe.read_text() + "batchh: 3\n")
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", str(recipe), "--gpu", "H200"])
+    line = len(recipe.read_text().splitlines())
+    assert exit_.value.code == 2 and f"{recipe}:{line}" in capsys.readouterr().err
+
+
+def test_plan_shape_of_the_fixture_has_the_weights_of_the_hand_count() -> None:
+    shape = Shape.of(LLAMA)
+    assert shape is not None and shape.weights == WEIGHTS

@@ -1,0 +1,193 @@
+"""Columns that the starting weights give: computed once, found again, and refused if other weights would give them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from ftcli.loop import steps, train
+from ftcli.models import weight_files_digest
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.resources import cache_root
+from ftcli.training import derived_columns
+from ftcli.training.evaluation import evaluate
+from ftcli.training.setup import prepare
+
+from ...support.cells import LORA, cell, write_inputs
+from ...support.two_terms import DERIVED, two_terms
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def folders() -> set[str]:
+    return {path.name for path in (cache_root() / "derived").glob("*")}
+
+
+def test_add_columns_returns_values_of_the_starting_weights_in_row_order(inputs: Path) -> None:
+    run = prepare(two_terms(inputs, DERIVED), cpu=True)
+    assert run.derived in folders()
+    column = run.rows.derived["train"]["start_nll"]
+    assert column.shape == (len(run.rows.train),) and column.dtype == np.float32
+    assert run.rows.eval is not None and run.rows.derived["eval"]["start_nll"].shape == (len(run.rows.eval),)
+    drift = [step.term_losses["drift"] for step in steps(run)]
+    assert drift[0] == pytest.approx(1.0, rel=1e-6) and drift[-1] < 0.99
+
+
+def test_add_columns_reuses_the_columns_of_equal_settings_only(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = prepare(two_terms(inputs, DERIVED), cpu=True).derived
+    assert key is not None
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(derived_columns, "_compute", refuse)
+    again = prepare(two_terms(inputs, DERIVED, batch={"global_size": 12, "micro_size": 1}), cpu=True)
+    assert again.derived == key
+    origin = "read from the cache, computed on device cpu, 1 process"
+    assert f"derived columns start_nll of 42 rows: {origin} (key {key[:8]})" in again.log_lines
+    others: dict[str, dict[str, Any]] = {
+        "another precision": {"precision": "bf16"},
+        "other weights and other settings of the model": {"model": {"name": str(inputs / "untied"), "dropout": 0.0}},
+    }
+    for words, changes in others.items():
+        capsys.readouterr()
+        with pytest.raises(AssertionError, match="computed again"):
+            prepare(two_terms(inputs, DERIVED, **changes), cpu=True)
+        line = "computing the derived columns of 37 train rows and 5 eval rows with the starting weights; "
+        assert f"{line}those of these rows in the cache belong to {words}\n" in capsys.readouterr().err
+
+
+def test_a_resumed_run_reads_or_rebuilds_the_columns_of_the_starting_weights(inputs: Path, tmp_path: Path) -> None:
+    recipe = two_terms(inputs, DERIVED, checkpoint={"every_steps": 2}, log={"every_steps": 1})
+    train(prepare(recipe, cpu=True, output=tmp_path / "run"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    state = json.loads((checkpoint / "state.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = [row["train/drift"] for row in rows if "loss" in row][2:]
+    for is_gone in (False, True):
+        if is_gone:
+            shutil.rmtree(cache_root() / "derived" / state["derived"])
+        run = prepare(recipe, cpu=True, resume=checkpoint)
+        assert run.derived == state["derived"]
+        drift = [step.term_losses["drift"] for step in steps(run)]
+        # Bit for bit if the columns are read. A column that is computed again may differ by the rounding of float32.
+        assert drift == (pytest.approx(expected, rel=1e-6) if is_gone else expected)
+
+    metrics = evaluate(prepare(recipe, cpu=True, weights=tmp_path / "run" / "final"))
+    assert metrics["drift"] < 0.99  # the columns are those of the starting weights, not of the final ones
+    shutil.rmtree(cache_root() / "derived" / state["derived"])
+    with pytest.raises(InputError, match="needs the weights at the start of the training"):
+        prepare(recipe, cpu=True, weights=tmp_path / "run" / "final")
+
+
+def test_add_columns_of_other_weights_is_refused_on_resume(inputs: Path) -> None:
+    run = prepare(two_terms(inputs, DERIVED), cpu=True)
+    other = {"derived": "0" * 32}
+    with pytest.raises(InputError, match="not those that the checkpoint was trained on"):
+        derived_columns.add_columns(run, state=other, anyway=False)
+    derived_columns.add_columns(run, state=other, anyway=True)
+    derived_columns.add_columns(run, state={"derived": run.derived}, anyway=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values: {"input_ids": values}, "'input_ids', which cannot be a new column"),
+        (lambda values: {"start_nll": values[:1]}, "\\[1\\] for start_nll, but the batch has 3 rows"),
+    ],
+)
+def test_a_column_of_a_wrong_name_or_shape_is_refused(
+    change: Any, words: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepare(two_terms(inputs, DERIVED), cpu=True)
+    derive = run.task.derive  # type: ignore[attr-defined]
+    monkeypatch.setattr(run.task, "derive", lambda model, batch: change(derive(model, batch)["start_nll"]))
+    monkeypatch.setattr(derived_columns, "columns_key", lambda parts: "1" * 32)
+    with pytest.raises(InputError, match=words):
+        derived_columns.add_columns(run, anyway=False)
+
+
+@pytest.fixture
+def base(inputs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(inputs / "tied", tmp_path / "base"))
+
+
+def pairs_run(inputs: Path, model: Path, adapter: dict[str, Any] = LORA, **section: Any) -> Any:
+    model_section = {"name": str(model), "dropout": 0.0, **section}
+    return prepare(cell(inputs, "preference", model=model_section, adapter=adapter), cpu=True)
+
+
+def test_weights_from_files_are_identified_without_gathering_them(
+    inputs: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(run: Any) -> str:
+        raise AssertionError("gathered")
+
+    monkeypatch.setattr(derived_columns, "_values_digest", refuse)
+    key = pairs_run(inputs, base).derived
+    copy = Path(shutil.copytree(base, tmp_path / "copy"))
+    assert pairs_run(inputs, copy, LORA | {"r": 2}).derived == key  # another adapter on a copy of the base
+    file = copy / "model.safetensors"
+    before, weights = file.stat(), load_file(file)
+    name, value = max(weights.items(), key=lambda item: item[1].numel())
+    value.view(-1)[value.numel() // 2] += 1.0
+    save_file(weights, file, {"format": "pt"})
+    assert file.stat().st_size == before.st_size, name
+    assert pairs_run(inputs, copy).derived != key
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert pairs_run(inputs, base).derived != key
+    with pytest.raises(AssertionError, match="gathered"):  # the rows of new tokens are in no file
+        pairs_run(inputs, base, new_tokens=["<new>"])
+
+
+def test_digests_of_files_are_remembered_until_a_file_changes(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = cell(base.parent, "preference", model={"name": str(base)})
+    file, read = base / "model.safetensors", list[Path]()
+    digest = weight_files_digest.file_digest
+    monkeypatch.setattr(weight_files_digest, "file_digest", lambda path: read.append(path) or digest(path))
+    first = weight_files_digest.weight_files_digest(given)
+    assert weight_files_digest.weight_files_digest(given) == first and len(read) == 2  # a young file may change again
+    monkeypatch.setattr(weight_files_digest, "UNCHANGED_SECONDS", -1.0)
+    assert {weight_files_digest.weight_files_digest(given) for _ in range(3)} == {first} and len(read) == 3
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert weight_files_digest.weight_files_digest(given) != first and len(read) == 4
+
+
+def test_a_checkpoint_from_before_the_digest_of_files_resumes(inputs: Path, base: Path) -> None:
+    run = pairs_run(inputs, base)
+    before = derived_columns._key_of_format_1(run)
+    assert before != run.derived
+    derived_columns.add_columns(run, state={"derived": before}, anyway=False)
+    assert run.derived == before
+
+
+def test_add_columns_keeps_columns_published_by_another_run(tmp_path: Path) -> None:
+    folder = tmp_path / "columns"
+    derived_columns._publish(folder, {"train": {"x": np.zeros(3)}}, {})
+    (folder / "meta.json").rename(folder / "meta.hidden")  # as if it came after the look
+    (folder / "meta.hidden").rename(folder / "meta.json")
+    derived_columns._publish(folder, {"train": {"x": np.ones(3)}}, {})
+    assert np.load(folder / "train" / "x.npy").tolist() == [0.0] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["columns"]
+
+
+def test_rows_of_a_stream_cannot_have_columns(inputs: Path) -> None:
+    data = {"train": str(inputs / "chats.jsonl"), "max_length": 128, "streaming": True}
+    with pytest.raises(InputError, match="rows of a stream cannot have"):
+        prepare(two_terms(inputs, DERIVED, data=data), cpu=True)

@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Not compiled ahead: Python compiles what it imports, which is far less, and installing takes half the time.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: quickstart test test-all test-latest test-browser test-slurm smoke lint format docs docs-reference clean
+.PHONY: quickstart test test-again test-all test-latest test-browser test-slurm smoke lint format docs docs-reference clean
 .NOTPARALLEL:
 
 quickstart: .venv/.quickstart
@@ -19,13 +19,18 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Tests never reach for the model hub, and two processes share two cores.
-test test-all test-latest test-browser test-slurm smoke: export HF_HUB_OFFLINE := 1
-test test-all test-latest test-browser test-slurm smoke: export OMP_NUM_THREADS := 1
+test test-again test-all test-latest test-browser test-slurm smoke: export HF_HUB_OFFLINE := 1
+test test-again test-all test-latest test-browser test-slurm smoke: export OMP_NUM_THREADS := 1
 
 # Whole files for each worker: a file's fixtures (launched runs) are made once. Three workers on two cores, because half
 # of the time of tests is waiting for processes. In the order of collection, so that short unit tests come last.
 test: lint
 	$(BIN)/python -m pytest $(WORKERS) -m "not gpu and not slow and not full and not browser" --durations 15
+
+# The tests that did not pass in the last `make test`, one after the other. It ends at the first that fails again, and
+# prints those that passed now as unstable: an unstable test is a bug.
+test-again: .venv/.dev
+	$(BIN)/python -m pytest -m "not gpu and not slow and not full and not browser" --second-try --exitfirst
 
 # Exit code 5 means that no test is marked slow.
 test-all: test

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from .support.runner import Finished, MakeInputs, RunCli
+from .support.second_try import SecondTry, add_option
 
 # A shell has what it starts in the background ignore Ctrl-C, and Python then raises no KeyboardInterrupt for it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,6 +29,16 @@ os.environ["HF_HUB_CACHE"] = HUB_CACHE
 atexit.register(shutil.rmtree, HUB_CACHE, ignore_errors=True)
 
 SECONDS: Counter[str] = Counter()  # of tests with their fixtures, by folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add our options."""
+    add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register our plugins."""
+    config.pluginmanager.register(SecondTry(config))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

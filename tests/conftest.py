@@ -38,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register our plugins."""
-    config.pluginmanager.register(SecondTry(config))
+    if config.pluginmanager.hasplugin("cacheprovider"):  # -p no:cacheprovider: nothing is recorded
+        config.pluginmanager.register(SecondTry(config))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

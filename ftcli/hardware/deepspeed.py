@@ -20,6 +20,7 @@ from ftcli.hardware.deepspeed_partitions import (
 from ftcli.hardware.gradient_reduction import in_one_machine
 from ftcli.hardware.optimizer_state import OptimizerSlot, StateShard, trained_parameters
 from ftcli.hardware.zero3_leaf_modules import leaves_of, reduce_after_last_pass
+from ftcli.hardware.zero3_linear import replace_linear
 from ftcli.hardware.zero3_patches import SIXTEEN_BIT_GRADIENTS, install_step_patches, send_16_bit_gradients
 from ftcli.models.precision import AUTOCAST
 from ftcli.models.structure import layers_of
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
     from ftcli.hardware.collectives import Ranks
 
 
-# Elements of a bucket in which stage 3 sums gradients over ranks, unless the profile's file sets it. NCCL sends up to
-# 1 GB as fast as DeepSpeed's default of 2 GB (5e8), and the buffer is smaller. The largest matrix in a layer of a 70B
-# model fits, which zero3_leaf_modules.py requires for rounding a weight once.
+# Elements of a bucket in which stage 3 sums gradients, unless the profile's file sets it. NCCL sends 1 GB as fast as
+# DeepSpeed's default of 2 GB (5e8). The largest matrix of a 70B model fits, as zero3_leaf_modules.py requires.
 STAGE_3 = {"reduce_bucket_size": 250_000_000}
 # DeepSpeed's defaults, in elements: prefetched, whole at a time, and the size up to which a weight is always whole.
 PREFETCH_SIZE, MAX_LIVE_SIZE, PERSISTENT_SIZE = 50_000_000, 1_000_000_000, 100_000
@@ -138,6 +138,7 @@ class DeepSpeed(Backend):
         zero = config["zero_optimization"]
         drop_auto(zero)
         if zero.get("stage") == 3:
+            replace_linear()
             for name, size in STAGE_3.items():
                 zero.setdefault(name, size)
             sends_16_bits = recipe.precision in AUTOCAST and SIXTEEN_BIT_GRADIENTS.is_usable()
@@ -288,9 +289,8 @@ class DeepSpeed(Backend):
     ) -> Iterator[StateShard]:
         """Yield this rank's part of the master weight of every parameter, then the copies used in forward passes.
 
-        The copies are loaded but not saved, because nothing else updates them before the next step. DeepSpeed's
-        accessors gather whole tensors (`safe_get_full_*`) or support stage 3 only (`safe_get_local_*`). Neither can
-        create optimizer state, so this module reads DeepSpeed's fields.
+        The copies are loaded but not saved, because nothing else updates them before the next step. DeepSpeed's own
+        accessors gather whole tensors or support stage 3 only, and cannot create optimizer state.
         """
         for name, parameter in trained_parameters(self.unwrap(model), names):
             yield from (shards_at_stage_3 if hasattr(parameter, "ds_id") else shards_at_stage_2)(name, parameter, model)
@@ -298,8 +298,8 @@ class DeepSpeed(Backend):
     def release(self, model: nn.Module) -> None:
         """Free the memory of a run that is no longer used.
 
-        In DeepSpeed 0.19, hooks of the optimizer form reference cycles that Python's garbage collector cannot see. A
-        list of modules that stage 3 is executing also keeps a reference to the last model of a process.
+        In DeepSpeed 0.19, hooks of the optimizer form reference cycles that Python's garbage collector cannot see.
+        A list of modules in stage 3 also keeps the last model of a process.
         """
         engine: Any = model
         engine.destroy()

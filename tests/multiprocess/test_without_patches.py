@@ -46,6 +46,7 @@ RUNS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "zero3-rounded-shards": ("sft-untied", BF16),
         "zero3-gather-stream": ("sft-untied", BF16),
         "zero3-compiled-linear": ("sft-untied", BF16),
+        "zero3-exact-bias": ("text", BF16),
         "layers-of-a-model": ("sft-untied", BF16),
         "zero3-leaf-passes": ("sft-untied", BF16),
         "deepspeed-release": ("sft-untied", BF16),

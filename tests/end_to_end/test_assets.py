@@ -35,7 +35,6 @@ def offline(code: str, folder: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -348,11 +347,9 @@ def test_train_bad_input_is_refused_and_the_corrected_run_uses_the_same_folder(
     changes, expected = CASES[name]
     recipe, output = write_recipe(tmp_path, changes), tmp_path / "run"
     before = snapshot(inputs)
-    began = time.monotonic()
     place = () if "output" in changes else ("--output", output)
     code, err = ftcli("train", recipe, *place)
     assert code == 2, err
-    assert time.monotonic() - began < 20
     assert "Traceback" not in err
     assert err.startswith("error: ") or "\nerror: " in err
     assert not [words for words in expected if words not in err], err
@@ -502,14 +499,21 @@ def run_process(inputs: Path, *arguments: object, path: Path = ROOT) -> subproce
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "ftcli", *map(str, arguments)]
-    return subprocess.run(command, cwd=inputs, env=inherited | added, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=inputs, env=inherited | added, capture_output=True, text=True)
 
 
-def test_train_process_with_a_misspelt_model_ends_within_seconds(inputs: Path, tmp_path: Path) -> None:
+def test_train_process_with_a_misspelt_model_ends_without_reaching_for_the_hub(inputs: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, {"model": {"name": "HuggingFaceTB/SmolLM2-135M-Instrcut"}})
-    began = time.monotonic()
-    result = run_process(inputs, "train", recipe, "--output", tmp_path / "run")
-    assert time.monotonic() - began < 30
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys\n"
+        "def note(event, given):\n"
+        "    if event in ('socket.connect', 'socket.getaddrinfo'):\n"
+        f"        print(event, given, file=open({str(tmp_path / 'attempts')!r}, 'a'))\n"
+        "sys.addaudithook(note)\n"
+    )
+    result = run_process(inputs, "train", recipe, "--output", tmp_path / "run", path=tmp_path / "site")
+    assert not (tmp_path / "attempts").exists()
     assert result.returncode == 2 and result.stdout == ""
     assert "SmolLM2-135M-Instrcut is neither on this machine nor reachable" in result.stderr
     assert "Traceback" not in result.stderr

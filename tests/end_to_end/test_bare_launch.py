@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..support.runner import MakeInputs
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = recipe_values(train={"max_steps": 3})
+KILLED_BY_TORCHRUN = "forcefully exiting via"  # what torchrun logs of ranks that it kills after 30 seconds
 MARKS = ("FTCLI_LAUNCHED", "FTCLI_PROFILE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 FAILING_TASK = """
 import os
@@ -52,7 +52,7 @@ def start(inputs: Path, *command: object) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name not in MARKS}
     added = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", *map(str, command)]
-    return subprocess.run(line, cwd=inputs, env=inherited | added, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=inputs, env=inherited | added, capture_output=True, text=True)
 
 
 def bare(*arguments: object) -> tuple[object, ...]:
@@ -99,17 +99,14 @@ def test_train_by_accelerate_by_our_launcher_and_without_gives_the_same_losses(i
 @pytest.mark.slow
 def test_train_exception_on_one_rank_ends_all_and_is_printed_last(inputs: Path, tmp_path: Path) -> None:
     line = ("ftcli", "train", "failing.yaml", "--profile", "ddp", "--cpu", "--num-processes", 2)
-    began = time.monotonic()
     result = start(inputs, *line, "--output", tmp_path / "run")
-    seconds = time.monotonic() - began
     assert result.returncode == 1, result.stderr
     assert result.stderr.endswith("rank 1: ArithmeticError: a fault of rank 1 at step 2\n")
     assert 'raise ArithmeticError("a fault of rank 1 at step 2")' in result.stderr.rpartition("Traceback")[2]
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert [row["step"] for row in RunFolder(tmp_path / "run").metrics()] in ([], [1])
-    failed = json.loads((tmp_path / "run" / "errors" / "rank-1.json").read_text())["time"]
-    assert time.time() - failed < 30 and seconds < 60
+    assert KILLED_BY_TORCHRUN not in result.stderr
     assert not _processes_of(tmp_path / "run")
 
 
@@ -118,8 +115,7 @@ def test_bare_launch_exception_on_one_rank_ends_all(inputs: Path, tmp_path: Path
     result = start(inputs, *bare("train", "failing.yaml", "--output", tmp_path / "run"))
     assert result.returncode == 1
     assert "a fault of rank 1 at step 2" in result.stderr
-    failed = json.loads((tmp_path / "run" / "errors" / "rank-1.json").read_text())["time"]
-    assert time.time() - failed < 40
+    assert KILLED_BY_TORCHRUN not in result.stderr
     assert not _processes_of(tmp_path / "run")
 
 

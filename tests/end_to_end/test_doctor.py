@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -21,8 +20,6 @@ from ftcli.launch.collective_check import LocalRanks, check_collectives, diagnos
 from ftcli.launch.machines import Machines
 from ftcli.launch.meeting import Meeting
 from ftcli.runtime.machine.facts import Fact
-
-from ..support.runner import RunCli
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_SHM = "mount -t tmpfs -o size=64m none /dev/shm && exec"
@@ -57,24 +54,26 @@ def test_doctor_of_two_processes_exercises_each_collective_over_gloo() -> None:
     assert report.as_dict()["processes"] == 2 and report.lines()[-1].startswith("0 wrong")
 
 
-def processor_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-def test_doctor_without_processes_ends_within_ten_seconds_and_names_a_misspelt_variable(run_cli: RunCli) -> None:
-    """The limit is one of processor time, which is elapsed time on a free core."""
-    before = processor_seconds()
-    done = run_cli("doctor", "--json", NCCL_SOCKET_IFNAM="eth0")
-    assert done.code == 2 and processor_seconds() - before < 10
-    wrong = facts_of(json.loads(done.out), "wrong")
+def test_doctor_without_processes_starts_no_rank_and_names_a_misspelt_variable() -> None:
+    script = (
+        "import sys\nfrom ftcli.__main__ import main\n"
+        "note = lambda name, given: name == 'subprocess.Popen' and print(*given[1][1:], file=sys.stderr)\n"
+        "sys.addaudithook(note)\n"
+        "try: main(['doctor', '--json'])\n"
+        "finally: print('torch' in sys.modules, file=sys.stderr)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NCCL_SOCKET_IFNAM": "eth0"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["-m ftcli.launch.torch_probe", "False"]  # torch is imported once, apart
+    wrong = facts_of(json.loads(done.stdout), "wrong")
     assert wrong["NCCL_SOCKET_IFNAM"]["remedy"] == "did you mean 'NCCL_SOCKET_IFNAME'?"
 
 
 @pytest.mark.skipif(not CAN_UNSHARE, reason="this user may not create a mount namespace")
 def test_doctor_with_64_mb_of_shared_memory_is_wrong() -> None:
     line = ["unshare", "-m", "sh", "-c", f'{SMALL_SHM} "$@"', "sh", *command()]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, capture_output=True, text=True)
     fact = facts_of(json.loads(done.stdout), "wrong")["/dev/shm"]
     assert done.returncode == 2 and fact["text"].startswith("64 MB free of 64 MB") and "--shm-size" in fact["remedy"]
 
@@ -135,7 +134,7 @@ def test_doctor_of_two_machines_with_two_versions_names_both(tmp_path: Path) -> 
         )
         for rank, path in enumerate(paths)
     ]
-    reports = [json.loads(process.communicate(timeout=280)[0]) for process in machines]
+    reports = [json.loads(process.communicate()[0]) for process in machines]
     for report in reports:
         fact = facts_of(report, "wrong")["transformers differs"]
         assert "on machine 0" in fact["text"] and "5.18.0 on machine 1" in fact["text"]

@@ -139,6 +139,7 @@ def kill_and_resume(recipe: Path, run: Path, profile: str, reference: Reference,
     return hit
 
 
+@pytest.mark.slow
 def test_resume_after_a_kill_of_the_main_rank_alone_gives_the_same_run(
     recipe: Path, references: Callable[[str], Reference], tmp_path: Path
 ) -> None:
@@ -202,7 +203,7 @@ def kill_all(command: psutil.Process) -> None:
 
 
 def wait_until(is_so: Callable[[], bool], child: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not is_so() and child.poll() is None and time.monotonic() < end:
         time.sleep(0.001)
 

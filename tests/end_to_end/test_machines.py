@@ -19,7 +19,7 @@ import yaml
 from ftcli.runtime.run_folder import RunFolder
 
 from ..support.runner import MakeInputs, run_forked
-from .test_bare_launch import FAILING_TASK, MARKS, RECIPE, ROOT
+from .test_bare_launch import FAILING_TASK, KILLED_BY_TORCHRUN, MARKS, RECIPE, ROOT
 
 TWENTY = "train.max_steps=20"
 Ended = tuple[int, str, str]  # exit code, stdout, stderr
@@ -75,7 +75,7 @@ def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path, *chan
     try:
         ended = []
         for machine in machines:
-            out, err = machine.communicate(timeout=120)
+            out, err = machine.communicate()
             ended.append((machine.returncode, out, err))
     finally:
         for machine in machines:
@@ -127,11 +127,9 @@ def assert_same_curve(folder: RunFolder, single: RunFolder) -> None:
 @pytest.mark.parametrize("rank", [1, 0])
 def test_train_error_on_one_machine_ends_both_with_the_same_message(rank: int, inputs: Path, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    began = time.monotonic()
     for code, _, err in on_two_machines(inputs, f"failing_{rank}.yaml", "ddp_multi_node", folder.path):
-        assert code == 1
+        assert code == 1 and KILLED_BY_TORCHRUN not in err
         assert err.endswith(f"rank {rank}: ArithmeticError: a fault of rank {rank} at step 2\n")
-    assert time.monotonic() - began < 60
     status = folder.status()
     assert (status["state"], status["exit_code"]) == ("failed", 1)
 
@@ -141,6 +139,6 @@ def test_train_on_two_machines_into_a_folder_with_a_run_is_refused(inputs: Path,
     before = single.status()
     line = [sys.executable, "-m", "ftcli", "train", "recipe.yaml", "--profile", "ddp_multi_node", "--cpu"]
     line += ["--main-process-ip", "127.0.0.1", "--num-processes", "2", "--output", str(single.path)]
-    result = subprocess.run(line, cwd=inputs, env=environment(), capture_output=True, text=True, timeout=60)
+    result = subprocess.run(line, cwd=inputs, env=environment(), capture_output=True, text=True)
     assert result.returncode == 2 and "already holds a run" in result.stderr
     assert single.status() == before

@@ -55,7 +55,7 @@ def test_notebook_twice_in_one_kernel_gives_equal_curves_and_leaves_no_process(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    client = NotebookClient(nbformat.read(NOTEBOOK, as_version=4), timeout=200)
+    client = NotebookClient(nbformat.read(NOTEBOOK, as_version=4), timeout=500)
     with client.setup_kernel(cwd=str(tmp_path)):  # anywhere: nothing is looked for beside the notebook
         first = run_all(client)
         assert first["import"] == "torch is loaded: False\n"

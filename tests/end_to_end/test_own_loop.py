@@ -245,7 +245,7 @@ def test_steps_open_at_interpreter_exit_are_closed(inputs: Path, tmp_path: Path)
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe(inputs)))
     settings = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", KEPT]
-    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True)
     assert done.returncode == 0 and "ignored" not in done.stderr and "Traceback" not in done.stderr, done.stderr
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["step"]) == ("stopped", 3)

@@ -31,7 +31,6 @@ def run_python(*arguments: str, cwd: Path, **environment: str) -> str:
         env={**inherited, **environment},
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

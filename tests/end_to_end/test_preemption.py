@@ -108,7 +108,7 @@ def environment(**more: str) -> dict[str, str]:
 def shell(inputs: Path, *command: object, **more: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m COMMAND`, as a shell would."""
     line = [sys.executable, "-m", *map(str, command)]
-    return subprocess.run(line, cwd=inputs, env=environment(**more), capture_output=True, text=True, timeout=200)
+    return subprocess.run(line, cwd=inputs, env=environment(**more), capture_output=True, text=True)
 
 
 def on_two(profile: str, output: Path) -> tuple[object, ...]:
@@ -279,7 +279,7 @@ REQUEUE = 'n=0; until "$@"; do [ $? -eq 75 ] || exit 1; n=$((n+1)); [ $n -lt 9 ]
 def requeue(inputs: Path, *command: object, **more: str) -> str:
     """Launch as a batch system does that requeues, by a shell; return how often it stopped."""
     line = ["sh", "-c", REQUEUE, "sh", sys.executable, "-m", *map(str, command)]
-    result = subprocess.run(line, cwd=inputs, env=environment(**more), capture_output=True, text=True, timeout=290)
+    result = subprocess.run(line, cwd=inputs, env=environment(**more), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout.splitlines()[-1]
 
@@ -382,7 +382,7 @@ def test_second_signal_ends_launched_ranks(first: str, inputs: Path, tmp_path: P
     while not (run / "stop").exists():
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate()
     assert process.returncode == 143 and error.endswith("ended by a second signal (SIGTERM)\n"), error
     assert RunFolder(run).status()["exit_code"] == 143
     assert not _processes_of(run)

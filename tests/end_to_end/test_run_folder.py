@@ -152,7 +152,7 @@ def test_train_writes_exactly_these_files(train: Callable[..., Path], ftcli: Run
     assert environment["packages"]["torch"] and environment["packages"]["transformers"]
     assert {"git_commit", "device", "python", "command"} <= environment.keys()
     assert (environment["processes"], environment["launched"]) == (1, "directly")
-    assert 0 < environment["seconds_to_first_step"] < 600
+    assert environment["seconds_to_first_step"] > 0
     card = (run / "final" / "README.md").read_text()
     assert f"| loss | {evaluations[-1]['eval/loss']:.4f} |" in card
 

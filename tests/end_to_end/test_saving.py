@@ -70,9 +70,9 @@ def inputs(make_inputs: MakeInputs) -> Path:
 
 
 @pytest.fixture
-def slow_disk(monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(SLOW_SECONDS), fsync(file)))
+def slow_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:
+    fsync, seconds = os.fsync, getattr(request, "param", SLOW_SECONDS)
+    monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(seconds), fsync(file)))
     monkeypatch.chdir(inputs)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -119,6 +119,7 @@ def test_background_save_on_a_slow_disk_delays_only_the_next_save_and_the_end(
 
 
 @pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("slow_disk", [0.03], indirect=True)
 def test_stopped_run_writes_its_status_after_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOP_AT", "3")
     with pytest.raises(SystemExit):

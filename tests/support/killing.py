@@ -49,7 +49,7 @@ def train(
             process.start()
     try:
         for process in ranks:
-            process.join(timeout=120)
+            process.join(timeout=250)
         codes = [process.exitcode for process in ranks if process.exitcode is not None]
         if len(codes) < world:
             raise RuntimeError(f"of {world} ranks only {len(codes)} ended, with {codes}")

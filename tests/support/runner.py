@@ -30,7 +30,7 @@ RunCli = Callable[..., Finished]
 MakeInputs = Callable[..., Path]
 
 
-def run_forked(folder: Path, *arguments: object, timeout: float = 180, **variables: str) -> Finished:
+def run_forked(folder: Path, *arguments: object, timeout: float = 500, **variables: str) -> Finished:
     """Run `ftcli ARGUMENTS` in a process of its own, in `folder`, with further environment variables by name.
 
     The process forks from the server of `run_on_cpu`, which has imported everything. It ends as a new process does,

@@ -16,14 +16,14 @@ def fail() -> None:
 
 def wait_for_thread(saving: BackgroundSaver) -> None:
     """Wait until the work under way is done, without learning of its error."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not saving.failed() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def test_start_runs_beside_the_caller_until_wait() -> None:
     saving, gate, done = BackgroundSaver(), threading.Event(), []
-    saving.start(lambda: (gate.wait(10), done.append(1)))
+    saving.start(lambda: (gate.wait(120), done.append(1)))
     assert saving.pending and not saving.failed() and done == []
     gate.set()
     saving.wait()
@@ -67,7 +67,7 @@ def test_leaving_waits_and_raises_unless_another_error_is_under_way() -> None:
 def test_saving_interrupted_does_not_wait_for_the_disk() -> None:
     gate = threading.Event()
     with pytest.raises(KeyboardInterrupt), BackgroundSaver() as saving:
-        saving.start(lambda: gate.wait(10))
+        saving.start(lambda: gate.wait(120))
         raise KeyboardInterrupt
     assert saving.pending
     gate.set()

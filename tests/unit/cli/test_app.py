@@ -43,7 +43,6 @@ def run_ftcli(*arguments: str, cwd: Path = ROOT, **environment: str) -> subproce
         env={**inherited, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 

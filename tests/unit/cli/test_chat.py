@@ -77,7 +77,7 @@ def talk(model: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
         shown = bytearray()
 
         def wait_for(pattern: bytes, start: int) -> None:
-            end = time.monotonic() + 30
+            end = time.monotonic() + 120
             while not re.search(pattern, bytes(shown[start:])) and time.monotonic() < end:
                 time.sleep(0.01)
 
@@ -93,7 +93,7 @@ def talk(model: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
                     if line == CTRL_C:
                         wait_for(rb"\n(\x1b\[\S+?[hl]|\r)*[cd]", done)
                     else:
-                        assert decodes.wait(30)
+                        assert decodes.wait(120)
                     _thread.interrupt_main()
                     continue
                 wait_for(rb"> (\x01\x1b\[0m\x02)?$", done)

@@ -134,7 +134,6 @@ def test_write_recipe_command_prints_the_file_and_loads_nothing_heavy(tmp_path: 
         env={**inherited, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert (result.stdout, result.stderr) == ("sft.yaml\n", "0\n")
     assert load_recipe(tmp_path / "sft.yaml").task == "sft"

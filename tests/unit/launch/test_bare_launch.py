@@ -35,7 +35,7 @@ def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProc
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "FTCLI_L"))}
     environment = inherited | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | variables
     command = [sys.executable, "-c", LAUNCHER, *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,14 @@ from tests.support.model_hub import receiving
 from tests.support.recipes import minimal_values
 
 def launch(name, start=None, error=None, task="sft", earlier=(), saved=(3,), **hub):
-    "Return what a launch logs that saves checkpoints and stops or fails, and how long it takes."
+    "Return what a launch logs that saves checkpoints and stops or fails."
     recipe = Recipe.model_validate(minimal_values(task, model={"name": "m"}, data={"train": "t.jsonl"}, hub={
         "push": "model", "push_at": "checkpoint", **hub}))
     folder = RunFolder(name)
     folder.create()
     for step in earlier:
         save(folder, step)
-    text, began = io.StringIO(), time.monotonic()
+    text = io.StringIO()
     with contextlib.redirect_stderr(text), contextlib.suppress(KeyError):
         try:
             with pushing(recipe, folder, start=start):
@@ -43,7 +43,7 @@ def launch(name, start=None, error=None, task="sft", earlier=(), saved=(3,), **h
                     raise error
         except InputError as refused:
             text.write(str(refused))
-    return text.getvalue(), time.monotonic() - began
+    return text.getvalue()
 
 def save(folder, step):
     path = checkpoint_path(folder.path, step)
@@ -95,14 +95,13 @@ def was_ended(run: str, step: int, reason: str) -> str:
 
 
 def test_pushing_of_a_custom_task_without_consent_is_refused_before_the_run(said: dict[str, Any]) -> None:
-    message, _ = said["code"]
+    message = said["code"]
     assert message.startswith("hub.push: code names the task ./mine.py, which is Python code that ftcli would run")
     assert "add --trust-remote-code" in message
 
 
 def test_pushing_of_a_failed_run_ends_the_upload_with_one_line(said: dict[str, Any]) -> None:
-    text, seconds = said["failed"]
-    assert text == was_ended("failed", 3, "the run has failed or was interrupted") and seconds < 4
+    assert said["failed"] == was_ended("failed", 3, "the run has failed or was interrupted")
     assert said["left"] == []  # no files of the process that was killed
 
 
@@ -113,15 +112,13 @@ def test_pushing_of_a_failed_run_ends_the_upload_with_one_line(said: dict[str, A
 def test_pushing_of_a_stopped_run_ends_the_upload_by_a_signal_or_a_limit(
     said: dict[str, Any], run: str, reason: str
 ) -> None:
-    text, seconds = said[run]
-    assert text == was_ended(run, 3, reason) and seconds < 4
+    assert said[run] == was_ended(run, 3, reason)
 
 
 def test_pushing_in_a_slurm_step_does_not_wait_for_the_upload_of_a_stopped_run(said: dict[str, Any]) -> None:
-    text, seconds = said["slurm"]
-    assert text == was_ended("slurm", 3, "the job ends; the next launch uploads it") and seconds < 4
+    assert said["slurm"] == was_ended("slurm", 3, "the job ends; the next launch uploads it")
 
 
 def test_pushing_uploads_the_checkpoint_that_the_run_resumes_and_no_other_earlier_one(said: dict[str, Any]) -> None:
-    assert said["earlier"][0] == ""
-    assert said["resumed"][0] == was_ended("resumed", 2, "the job ends; the next launch uploads it")
+    assert said["earlier"] == ""
+    assert said["resumed"] == was_ended("resumed", 2, "the job ends; the next launch uploads it")

@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -283,6 +282,8 @@ def test_launcher_with_a_variable_the_user_exported_is_not_a_launch(monkeypatch:
     assert not launcher.is_launched()
 
 
+KILLED_BY_TORCHRUN = "forcefully exiting via"  # what torchrun logs of ranks that it kills after 30 seconds
+
 FAILING_RANK = """
 import os, sys, time
 import torch.distributed as dist
@@ -311,11 +312,10 @@ def test_through_accelerate_an_error_on_one_rank_ends_all_and_is_printed_last(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = tmp_path / "rank.py"
     script.write_text(FAILING_RANK)
-    began = time.monotonic()
     with pytest.raises(LaunchError, match="rank 1: ValueError: boom on one rank"):
         supervise(profile_command(load_profile("fsdp"), 2, str(script), str(tmp_path)), folder=RunFolder(tmp_path))
-    assert time.monotonic() - began < 30
     printed = capsys.readouterr().err
+    assert KILLED_BY_TORCHRUN not in printed
     assert printed.splitlines()[-1] == "rank 1: ValueError: boom on one rank"
     assert "ChildFailedError" not in printed
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
@@ -344,7 +344,7 @@ def test_accelerate_starts_every_profile_without_a_gpu(
         "import json, os, sys\n"
         "json.dump(dict(os.environ), open(f\"{sys.argv[1]}/{os.environ.get('RANK', '0')}.json\", 'w'))\n"
     )
-    subprocess.run(profile_command(load_profile(name), processes, str(script), str(tmp_path)), check=True, timeout=60)
+    subprocess.run(profile_command(load_profile(name), processes, str(script), str(tmp_path)), check=True)
     seen = [path.read_text() for path in tmp_path.glob("*.json")]
     assert len(seen) == processes
     for variable, value in expected.items():

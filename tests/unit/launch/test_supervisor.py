@@ -44,29 +44,37 @@ from ftcli.runtime.errors import InputError
 from ftcli.runtime.stop import StopRequest; from ftcli.runtime.failures import record_failure, watch_parent
 from ftcli.runtime.run_folder import FLIGHT_RECORDER, RunFolder
 folder, rank = RunFolder(sys.argv[1]), int(os.environ["RANK"])
-(folder.path / f"pid-{rank}").write_text(str(os.getpid()))
+def ready():  # once the rank does what its name says, so that a test can begin
+    (folder.path / f".pid-{rank}").write_text(str(os.getpid()))
+    (folder.path / f".pid-{rank}").replace(folder.path / f"pid-{rank}")
+def wait_until(condition):
+    while not condition(): time.sleep(0.02)
 """
 
 RANK_BODIES = {
     "finishes": """
+ready()
 sys.stdout.write(f"a line of rank {rank}\\n")  # one write, so that two ranks do not mix
 if rank == 0: folder.write_status("done", 3, 0)
 """,
     "fails_late": """
 if rank == 0: folder.write_status("done", 3, 0)
-time.sleep(0.3)
+wait_until(lambda: folder.status().get("state") == "done")
 os._exit(134)
 """,
     "one_raises": """
-folder.write_status("running", 7, 0) if rank == 0 else time.sleep(0.3)
+if rank == 0: folder.write_status("running", 7, 0)
+wait_until(lambda: folder.status().get("state") == "running" or rank == 0)
 with record_failure(folder):
     if rank == 1: raise ValueError("boom on one rank")
-    time.sleep(0.8)
+    wait_until((folder.errors / "rank-1.json").exists)
     raise RuntimeError("connection closed by peer")
 """,
     "one_raises_other_hangs": """
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
+ready()
 with record_failure(folder):
+    wait_until((folder.path / "pid-0").exists)
     if rank == 1: raise ValueError("boom on one rank")
     time.sleep(600)
 """,
@@ -75,7 +83,6 @@ with record_failure(folder):
     raise InputError("no rows in rows.jsonl", hint="write some")
 """,
     "times_out": """
-time.sleep(0.3)  # the clearing comes first
 (folder.path / f"{FLIGHT_RECORDER}{rank}").touch()
 os.kill(os.getpid(), signal.SIGKILL)
 """,
@@ -87,6 +94,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 watch_parent()
 with StopRequest.listening(folder) as stop:
     if rank == 0: folder.write_status("running", 4, 0)
+    ready()
     while not stop.requested() and folder.status().get("state", "running") == "running": time.sleep(0.05)
     if rank == 0:  # the one that reads the file; real ranks agree by a collective
         (folder.path / "reason").write_text(stop.reason)
@@ -94,6 +102,7 @@ with StopRequest.listening(folder) as stop:
 """,
     "loads_for_long": """
 watch_parent()
+ready()
 time.sleep(600)
 """,
     "fails_when_ended": """
@@ -101,12 +110,13 @@ watch_parent()
 if rank == 0: folder.write_status("running", 3, 0)
 def fail(*_): raise ConnectionError("closed by peer")
 signal.signal(signal.SIGHUP, fail)
-with record_failure(folder): time.sleep(600)
+with record_failure(folder): ready(); time.sleep(600)
 """,
     "ignores_everything": """
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
 watch_parent()
 if rank == 0: folder.write_status("running", 0, 0)
+ready()
 time.sleep(600)
 """,
 }
@@ -152,16 +162,16 @@ def parent(
         )
         started.append(process)
         wait_until(lambda: len(rank_pids(tmp_path)) == 2)
-        time.sleep(0.3)  # the ranks install their handlers just after they wrote their ids
         return process
 
     yield start
     for process in started:
         process.kill()  # ends the ranks too, through their parent watch
-        process.communicate()
+        process.wait()
+        process.stderr.close()  # type: ignore[union-attr]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -254,7 +264,7 @@ def test_supervise_with_a_deleted_run_folder_ends_all_ranks_and_does_not_recreat
     process = parent("ignores_everything")
     pids = rank_pids(tmp_path)
     (tmp_path / "run").rename(tmp_path / "renamed")
-    _, error = process.communicate(timeout=20)
+    _, error = process.communicate()
     assert process.returncode == 1 and "Traceback" not in error
     assert error.splitlines()[-1].startswith(f"the run folder {tmp_path / 'run'} is gone: it was deleted or renamed")
     assert not (tmp_path / "run").exists() and not any(map(is_alive, pids))
@@ -279,7 +289,7 @@ def test_supervise_first_signal_asks_for_a_stop_and_the_run_ends_well(
 ) -> None:
     process = parent("stops_when_asked")
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=20)
+    _, error = process.communicate()
     assert process.returncode == 0, error
     assert (tmp_path / "run" / "reason").read_text() == "SIGTERM"
     assert not (tmp_path / "run" / "stop").exists()  # it must not stop the next run
@@ -296,7 +306,7 @@ def test_supervise_with_a_second_signal_ends_ranks_that_ignore_signals(
     time.sleep(REPEAT_SECONDS)
     assert all(is_alive(pid) for pid in rank_pids(tmp_path)) and process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=20)
+    _, error = process.communicate()
     assert process.returncode == 128 + signal.SIGINT and "Traceback" not in error
     assert error.splitlines()[-1] == "ended by a second signal (SIGINT)"
     status = RunFolder(tmp_path / "run").status()
@@ -305,12 +315,13 @@ def test_supervise_with_a_second_signal_ends_ranks_that_ignore_signals(
 
 
 def test_signals_count_a_forwarded_signal_once_and_a_later_one_as_second() -> None:
-    with Signals() as signals:
+    now = [100.0]
+    with Signals(clock=lambda: now[0]) as signals:
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         assert signals.names == ["SIGINT"]
         signal.raise_signal(signal.SIGTERM)
-        time.sleep(REPEAT_SECONDS)
+        now[0] += REPEAT_SECONDS
         signal.raise_signal(signal.SIGTERM)
     assert signals.names == ["SIGINT", "SIGTERM", "SIGTERM"]
 
@@ -337,7 +348,7 @@ def test_supervise_first_signal_ends_ranks_that_have_not_begun_a_step(
     RunFolder(tmp_path / "run").write_status("running", 7, 0)  # of an earlier launch that was killed
     process = parent("loads_for_long")
     process.send_signal(signal.SIGUSR1)
-    _, error = process.communicate(timeout=20)
+    _, error = process.communicate()
     assert process.returncode == 0 and "stopped on request before the first step" in error
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
@@ -360,7 +371,7 @@ def test_supervise_with_a_rank_that_fails_while_it_is_ended_reports_the_signal(
     process.send_signal(signal.SIGUSR1)
     wait_until((tmp_path / "run" / "stop").exists)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=20)
+    _, error = process.communicate()
     assert process.returncode == 143 and error.splitlines()[-1] == "ended by a second signal (SIGTERM)"
 
 
@@ -373,7 +384,7 @@ def test_supervise_with_a_signal_sent_to_the_ranks_keeps_them_alive(
     time.sleep(0.3)
     assert all(is_alive(pid) for pid in rank_pids(tmp_path))
     process.send_signal(signal.SIGUSR1)
-    _, error = process.communicate(timeout=20)
+    _, error = process.communicate()
     assert process.returncode == 0, error
     assert (tmp_path / "run" / "reason").read_text() == "SIGUSR1"
 
@@ -383,8 +394,8 @@ def test_supervise_death_of_the_parent_ends_the_ranks(
 ) -> None:
     process = parent("ignores_everything")
     process.kill()
-    process.communicate(timeout=20)
-    wait_until(lambda: not any(is_alive(pid) for pid in rank_pids(tmp_path)), seconds=6.0)
+    process.communicate()
+    wait_until(lambda: not any(is_alive(pid) for pid in rank_pids(tmp_path)))
 
 
 def test_ranks_do_not_inherit_an_accelerator_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,7 +483,7 @@ def test_supervise_with_an_interrupted_notebook_cell_stops_the_run_and_shows_its
                 manager.interrupt_kernel()
 
     reply = client.execute_interactive(
-        CELL.format(script=str(script), folder=str(tmp_path / "run")), output_hook=collect, timeout=30
+        CELL.format(script=str(script), folder=str(tmp_path / "run")), output_hook=collect, timeout=240
     )
     client.stop_channels()
     manager.shutdown_kernel(now=True)

@@ -20,6 +20,14 @@ def write(folder: Path, rank: int, **ages: Any) -> None:
     (folder / f"rank-{rank}.json").write_text(json.dumps(beat))
 
 
+def wait_for_looks(path: Path) -> None:
+    """Wait until the thread has written the file anew, has looked at the laps after that, and writes again."""
+    for _ in range(3):
+        before = path.stat().st_ino if path.exists() else 0
+        while not path.exists() or path.stat().st_ino == before:
+            time.sleep(0.01)
+
+
 def test_describe_slowest_names_the_rank_with_the_fewest_phases(tmp_path: Path) -> None:
     write(tmp_path, 0)
     write(tmp_path, 1, count=39, phase="forward")
@@ -39,12 +47,14 @@ def test_watch_of_a_silent_or_absent_rank_logs_it_for_any_clock(
     write(tmp_path, 0)
     assert describe_slowest(tmp_path, 2, ages) == "rank 1 has written no heartbeat yet"
     write(tmp_path, 1, count=39)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for beat in range(8):
         os.utime(tmp_path / "rank-1.json", (its_time + beat / 10, its_time + beat / 10))
         ages.update(tmp_path)
-        time.sleep(0.1)
+        now[0] += 0.1
     assert describe_slowest(tmp_path, 2, ages).endswith("for 31 s")  # it beats
-    time.sleep(0.6)
+    now[0] += 0.6
     ages.update(tmp_path)
     assert describe_slowest(tmp_path, 2, ages).endswith("for 31 s, and has written no heartbeat for 1 s")
 
@@ -52,11 +62,15 @@ def test_watch_of_a_silent_or_absent_rank_logs_it_for_any_clock(
 def test_heartbeat_phase_duration_ignores_clock_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "WRITE_SECONDS", 0.05)
     with Heartbeat(RunFolder(tmp_path)) as heart:
+        now = [heart.now.since + 100]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
         heart.beat("forward", 4)
+        now[0] += 7
         monkeypatch.setattr(time, "time", lambda: 0.0)
-        time.sleep(0.3)
-        message = json.loads((tmp_path / "heartbeats" / "rank-0.json").read_text())
-    assert 0.1 < message["seconds"] < 30
+        written = tmp_path / "heartbeats" / "rank-0.json"
+        wait_for_looks(written)
+        message = json.loads(written.read_text())
+    assert (message["phase"], message["seconds"]) == ("forward", 7.0)
 
 
 def test_describe_slowest_of_equal_ranks_names_none(tmp_path: Path) -> None:
@@ -72,13 +86,21 @@ def test_watch_of_a_long_step_logs_once_and_compares_evaluations_with_evaluation
     monkeypatch.setattr(heartbeat, "WRITE_SECONDS", 0.05)
     monkeypatch.setattr(heartbeat, "LEAST_SECONDS", 0.3)
     with Heartbeat(RunFolder(tmp_path)) as heart:
+        now = [heart.now.since]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+        def go(seconds: float) -> None:
+            now[0] += seconds
+            wait_for_looks(tmp_path / "heartbeats" / "rank-0.json")
+
         for step in range(4):
             heart.beat("forward", step)
-            time.sleep(0.01)
+            go(0.01)
         heart.beat("evaluating", 3)
-        time.sleep(0.5)  # long for a step, but the first of its kind
+        go(0.5)  # long for a step, but the first of its kind
         heart.beat("forward", 4)
-        time.sleep(0.8)
+        go(0.4)
+        go(0.4)
         written = json.loads((tmp_path / "heartbeats" / "rank-0.json").read_text())
         assert (written["phase"], written["step"], written["count"]) == ("forward", 4, 6)
     log = capsys.readouterr().err.splitlines()

@@ -20,6 +20,8 @@ from ftcli.runtime.machine.load import LoadSampler
 from ftcli.runtime.machine.nvml import NvmlMissingError
 from ftcli.runtime.run_folder import RunFolder
 
+from ...support.counting import count_lines
+
 HOST = {"load/cpu_percent/rank-0", "load/process_memory_gb/rank-0", "load/host_memory_available_gb/rank-0"}
 GIB = 2**30
 
@@ -32,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wait_for(value: Callable[[], Any]) -> Any:
     """Return a value as soon as it is true."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not (found := value()):
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -212,12 +214,11 @@ def test_monitor_of_a_deleted_folder_writes_nothing_and_goes_on(
     assert not (tmp_path / "gone").exists()
 
 
-def test_sample_costs_less_than_half_a_percent_of_the_time_between_two() -> None:
+def test_sample_takes_the_same_small_number_of_steps_each_time() -> None:
     sampler = LoadSampler(0)
-    began = time.thread_time()
-    for _ in range(20):
-        sampler.sample()
-    assert (time.thread_time() - began) / 20 < 0.005 * load_monitor.SAMPLE_SECONDS
+    sampler.sample()
+    first, second = count_lines(sampler.sample), count_lines(sampler.sample)
+    assert first == second < 1_500  # some 730, of the 200,000 that half a percent of the time between two allows
 
 
 def write_files(root: Path, **files: object) -> None:

@@ -6,7 +6,6 @@ import json
 import stat
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -113,11 +112,10 @@ def test_redact_variables_that_only_sound_secret(monkeypatch: pytest.MonkeyPatch
     assert redact("Ann Lee 2nd has Qwen/Qwen3-0.6B, k3y-0f-service") == "Ann Lee 2nd has Qwen/Qwen3-0.6B, REDACTED"
 
 
-def test_redact_takes_no_time_for_long_texts_of_hyphens() -> None:
-    start = time.process_time()
-    for text in ("a-" * 20_000, "sk-" * 20_000, "secret-" * 10_000):
+def test_redact_ends_for_long_texts_of_hyphens() -> None:
+    # A tenth of these texts took minutes, in a time that grew with the square of their length: now it would be hours.
+    for text in ("a-" * 200_000, "sk-" * 200_000, "secret-" * 100_000):
         redact(text)
-    assert time.process_time() - start < 5  # it was minutes
 
 
 def test_redact_values_retains_types_and_keys() -> None:

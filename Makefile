@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Not compiled ahead: Python compiles what it imports, which is far less, and installing takes half the time.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: quickstart test test-again test-all test-latest test-browser test-slurm smoke lint format docs docs-reference clean
+.PHONY: quickstart test test-again test-slow test-all test-latest test-browser test-slurm smoke lint format docs docs-reference clean
 .NOTPARALLEL:
 
 quickstart: .venv/.quickstart
@@ -16,25 +16,31 @@ quickstart: .venv/.quickstart
 # Tests start hundreds of processes; each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# tests/conftest.py makes the groups: all tests that start ranks, and the tests of each other file. In the order of
+# collection, so that the group of the ranks, which is the longest, comes first.
+WORKERS := -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+FAST := -m "not gpu and not slow and not full and not browser"
 
 # Tests never reach for the model hub, and two processes share two cores.
-test test-again test-all test-latest test-browser test-slurm smoke: export HF_HUB_OFFLINE := 1
-test test-again test-all test-latest test-browser test-slurm smoke: export OMP_NUM_THREADS := 1
+test test-again test-slow test-all test-latest test-browser test-slurm smoke: export HF_HUB_OFFLINE := 1
+test test-again test-slow test-all test-latest test-browser test-slurm smoke: export OMP_NUM_THREADS := 1
 
-# Whole files for each worker: a file's fixtures (launched runs) are made once. Three workers on two cores, because half
-# of the time of tests is waiting for processes. In the order of collection, so that short unit tests come last.
+# Three workers on two cores, because half of the time of tests is waiting for processes.
 test: lint
-	$(BIN)/python -m pytest $(WORKERS) -m "not gpu and not slow and not full and not browser" --durations 15
+	$(BIN)/python -m pytest $(WORKERS) $(FAST) --durations 15
 
 # The tests that did not pass in the last `make test`, one after the other. It ends at the first that fails again, and
 # prints those that passed now as unstable: an unstable test is a bug.
 test-again: .venv/.dev
-	$(BIN)/python -m pytest -m "not gpu and not slow and not full and not browser" --second-try --exitfirst
+	$(BIN)/python -m pytest $(FAST) --second-try --exitfirst
 
-# Exit code 5 means that no test is marked slow.
-test-all: test
-	$(BIN)/python -m pytest $(WORKERS) -m "slow and not gpu" --durations 15 || [ $$? -eq 5 ]
+# `make test-slow GROUP=multiprocess` runs one group, a folder of tests/. A group that passed at this commit is not run
+# again without FORCE=1.
+test-slow: .venv/.dev
+	$(BIN)/python tests/support/slow_groups.py $(GROUP:%=--group=%) $(if $(FORCE),--force) \
+	    $(WORKERS) -m "slow and not gpu" --durations 15
+
+test-all: test test-slow
 
 # Reports in a real browser, from the Debian package chromium (apt-get install chromium).
 test-browser: .venv/.dev
@@ -64,12 +70,12 @@ test-latest:
 	    $(LATEST)/python -c "from importlib.metadata import version; print('  $$name', version('$$name'))"; \
 	    sed -n "s/^$$name==/    pinned: /p" constraints.txt; \
 	done
-	$(LATEST)/python -m pytest $(WORKERS) -m "not gpu and not slow and not full and not browser" --durations 15
+	$(LATEST)/python -m pytest $(WORKERS) $(FAST) --durations 15
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy ftcli
+	$(BIN)/python tests/support/type_check.py ftcli
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

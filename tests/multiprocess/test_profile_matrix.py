@@ -96,6 +96,7 @@ def long_single(inputs: Path) -> dict[str, list[dict[str, Any]]]:
     return run_on_cpu(long_curves, inputs, processes=1, profile="single")[0]
 
 
+@pytest.mark.slow
 def test_one_process_at_every_micro_size_gives_one_curve(long_single: dict[str, list[dict[str, Any]]]) -> None:
     for drop_last in (True, False):
         expected = long_single[f"micro 1, drop_last {drop_last}"]
@@ -103,6 +104,7 @@ def test_one_process_at_every_micro_size_gives_one_curve(long_single: dict[str, 
             assert_same(expected, long_single[f"micro {micro}, drop_last {drop_last}"])
 
 
+@pytest.mark.slow
 def test_drop_last_false_trains_the_remaining_rows_in_a_last_step(long_single: dict[str, list[dict[str, Any]]]) -> None:
     assert [step["rows"] for step in long_single["micro 4, drop_last True"]] == [12] * STEPS
     assert [step["rows"] for step in long_single["micro 4, drop_last False"]] == [12, 12, 12, 1] * (STEPS // 4)

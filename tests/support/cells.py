@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ FURTHER_CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def train_cells(folder: Path, names: list[str], changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """Train each cell in this process (one rank of several, or the only one) and return its results."""
-    return {name: train_recipe(cell(folder, name, **(changes or {}))) for name in names}
+    return {name: train_recipe(cell(folder, name, **(changes or {})), look=look_inside) for name in names}
 
 
 def train_cells_on_gpus(folder: Path, names: list[str], changes: dict[str, Any]) -> dict[str, Any]:
@@ -235,13 +236,36 @@ def train_cells_on_gpus(folder: Path, names: list[str], changes: dict[str, Any])
     return {name: train_recipe(cell(folder, name, **changes), cpu=False) for name in names}
 
 
-def train_recipe(recipe: Recipe, *, cpu: bool = True) -> dict[str, Any]:
-    """Return the curve, the evaluation, and the weights before and after of one recipe on this rank."""
+def look_inside(run: Any) -> dict[str, Any]:
+    """Return facts about this rank's weights after `prepare`."""
+    from ftcli.models.structure import base_model_of
+
+    model = run.hardware.unwrap(run.model)
+    inner = base_model_of(model)
+    output = inner.get_output_embeddings() if run.recipe.task == "sft" else None
+    trained = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    return {
+        "tied": output is not None and output.weight is inner.get_input_embeddings().weight,
+        "buffers": {key: buffer.tolist() for key, buffer in model.named_buffers()},
+        "empty": [key for key, value in model.state_dict(keep_vars=True).items() if value.is_meta],
+        "optimized": trained == {id(p) for p in model.parameters() if p.requires_grad},
+        "dtypes": {key: str(parameter.dtype) for key, parameter in model.named_parameters()},
+    }
+
+
+def train_recipe(
+    recipe: Recipe, *, cpu: bool = True, look: Callable[[Any], dict[str, Any]] = lambda run: {}
+) -> dict[str, Any]:
+    """Return the curve, the evaluation, and the weights before and after of one recipe on this rank.
+
+    `look` returns more facts, about the run before its first step.
+    """
     from ftcli.loop import steps
     from ftcli.training.evaluation import evaluate
     from ftcli.training.setup import prepare
 
     run = prepare(recipe, cpu=cpu)
+    insides = look(run)
     before = weights(run)
     rows = [
         {
@@ -254,6 +278,7 @@ def train_recipe(recipe: Recipe, *, cpu: bool = True) -> dict[str, Any]:
         for step in steps(run)
     ]
     return {
+        "insides": insides,
         "rows": rows,
         "eval": evaluate(run),
         "type": run.hardware.distributed_type,

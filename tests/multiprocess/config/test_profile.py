@@ -14,6 +14,7 @@ from ftcli.testing import run_on_cpu
 from ...fixtures.make_curves import CURVES, NAMES, curve
 from ...fixtures.make_run_folders import describe_machine
 from ...support.cells import CELLS, STEPS, cell, train_cells
+from ..conftest import Launch
 
 WANTED = {
     "ddp": "MULTI_CPU",
@@ -24,23 +25,20 @@ WANTED = {
     "zero3": "DEEPSPEED",
     "zero3_offload": "DEEPSPEED",
 }
-PROCESSES = {name: 4 if name == "hsdp" else 2 for name in WANTED}  # two copies, each in two shards
 FAST = ("ddp", "fsdp", "zero3")
-TRAINED = [*CELLS, "pretrain"]
 RECORDED: dict[str, Any] = json.loads(CURVES.read_text())
 
 
 @pytest.fixture(scope="module")
-def single(inputs: Path) -> dict[str, Any]:
-    return run_on_cpu(train_cells, inputs, TRAINED, processes=1, profile="single")[0]
+def single(trained: Launch) -> dict[str, Any]:
+    return trained("single")[0]
 
 
 @pytest.fixture(
     scope="module", params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in WANTED]
 )
-def profile(request: pytest.FixtureRequest, inputs: Path) -> tuple[str, list[dict[str, Any]]]:
-    processes = PROCESSES[request.param]
-    return request.param, run_on_cpu(train_cells, inputs, TRAINED, processes=processes, profile=request.param)
+def profile(request: pytest.FixtureRequest, trained: Launch) -> tuple[str, list[dict[str, Any]]]:
+    return request.param, trained(request.param)
 
 
 @pytest.mark.parametrize("name", CELLS)

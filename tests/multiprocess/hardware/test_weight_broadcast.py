@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ftcli.models.structure import base_model_of
 from ftcli.testing import run_on_cpu, save_tiny_causal
 
-from ...support.cells import CELLS, cell
+from ...support.cells import cell
 from ...support.patching import patching
 from ...support.runner import MakeInputs
+from ..conftest import Launch
 
 HANDED_OUT = ["fsdp", "zero3"]
 # Memory of several processes in bytes, summed, with the moment it was looked at; a page that two share counts once.
@@ -89,30 +89,10 @@ def load_and_watch(patch: pytest.MonkeyPatch, folder: Path, name: str) -> tuple[
     return max(sizes) - sizes[0], len(sizes)
 
 
-def look_inside(folder: Path) -> dict[str, Any]:
-    """Return facts about this rank's weights after `prepare`, for each small recipe."""
-    from ftcli.training.setup import prepare
-
-    results = {}
-    for name in CELLS:
-        run = prepare(cell(folder, name), cpu=True)
-        model: Any = run.hardware.unwrap(run.model)
-        inner = base_model_of(model)
-        output = inner.get_output_embeddings() if name.startswith("sft") else None
-        trained = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-        results[name] = {
-            "tied": output is not None and output.weight is inner.get_input_embeddings().weight,
-            "buffers": {key: buffer.tolist() for key, buffer in model.named_buffers()},
-            "empty": [key for key, value in model.state_dict(keep_vars=True).items() if value.is_meta],
-            "optimized": trained == {id(p) for p in model.parameters() if p.requires_grad},
-            "dtypes": {key: str(parameter.dtype) for key, parameter in model.named_parameters()},
-        }
-    return results
-
-
-@pytest.fixture(scope="module", params=[pytest.param("ddp", marks=pytest.mark.slow), *HANDED_OUT])
-def insides(request: pytest.FixtureRequest, inputs: Path) -> tuple[str, list[dict[str, Any]]]:
-    return request.param, run_on_cpu(look_inside, inputs, profile=request.param)
+@pytest.fixture(scope="module", params=["ddp", *HANDED_OUT])
+def insides(request: pytest.FixtureRequest, trained: Launch) -> tuple[str, list[dict[str, Any]]]:
+    ranks = trained(request.param)
+    return request.param, [{name: results["insides"] for name, results in rank.items()} for rank in ranks]
 
 
 def test_prepare_leaves_tied_weights_tied(insides: tuple[str, list[dict[str, Any]]]) -> None:

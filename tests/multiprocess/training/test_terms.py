@@ -71,7 +71,9 @@ def single(inputs: Path) -> dict[Any, list[dict[str, Any]]]:
     return run_on_cpu(curves, inputs, processes=1, profile="single")[0]
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "zero3"])
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp")), "zero3"]
+)
 def actual(request: pytest.FixtureRequest, inputs: Path) -> list[dict[Any, list[dict[str, Any]]]]:
     return run_on_cpu(curves, inputs, processes=2, profile=request.param)
 

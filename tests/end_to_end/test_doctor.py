@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from ftcli.launch.collective_check import LocalRanks, check_collectives, diagnos
 from ftcli.launch.machines import Machines
 from ftcli.launch.meeting import Meeting
 from ftcli.runtime.machine.facts import Fact
+
+from ..support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_SHM = "mount -t tmpfs -o size=64m none /dev/shm && exec"
@@ -40,11 +41,6 @@ def command(*arguments: object) -> list[str]:
 
 def facts_of(report: dict[str, Any], state: str) -> dict[str, dict[str, str]]:
     return {fact["topic"]: fact for fact in report["facts"] if fact["state"] == state}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_doctor_of_two_processes_exercises_each_collective_over_gloo() -> None:

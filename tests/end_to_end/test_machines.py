@@ -6,7 +6,6 @@ They share the disk, as nodes of a cluster do; what differs from real machines i
 from __future__ import annotations
 
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import yaml
 
 from ftcli.runtime.run_folder import RunFolder
 
+from ..support.ports import free_port
 from ..support.runner import MakeInputs, run_forked
 from .test_bare_launch import FAILING_TASK, KILLED_BY_TORCHRUN, MARKS, RECIPE, ROOT
 
@@ -53,7 +53,7 @@ def environment() -> dict[str, str]:
 
 def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path, *changes: str) -> list[Ended]:
     """Start two launchers, machine 0 first, and return how each ended; `changes` go to --set."""
-    port = _free_port()
+    port = free_port()
     line = [sys.executable, "-m", "ftcli", "train", recipe, "--profile", profile, "--cpu", "--num-processes", "2"]
     line += ["--main-process-ip", "127.0.0.1", "--main-process-port", str(port), "--output", str(output)]
     line += [word for change in changes for word in ("--set", change)]
@@ -81,15 +81,6 @@ def on_two_machines(inputs: Path, recipe: str, profile: str, output: Path, *chan
         for machine in machines:
             machine.kill()
     return ended
-
-
-def _free_port() -> int:
-    """Return an unused port below the range from which the system assigns ports, so that it stays unused."""
-    while True:
-        port = random.randrange(15_000, 30_000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port
 
 
 def _listens(port: int) -> bool:

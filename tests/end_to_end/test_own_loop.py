@@ -75,7 +75,8 @@ def test_steps_entered_again_records_the_load_inside_the_loop_only(
     run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
     for until in (3, STEPS):
         for step in ftcli.steps(run):
-            time.sleep(0.1)
+            while not run.load._pending:  # samples for the row of the next step
+                time.sleep(0.01)
             if step.number == until:
                 break
         assert "ftcli-load" not in {thread.name for thread in threading.enumerate()}

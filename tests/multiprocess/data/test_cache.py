@@ -32,7 +32,9 @@ def build(inputs: Path, log: Path, cache: Path, pace: str, lengths: Any) -> None
         return whole(*arguments)
 
     def slow(rows: Any, facts: Any) -> Any:
-        time.sleep(5)
+        with log.open("a") as file:
+            file.write("encodes\n")
+        time.sleep(600)
         return encode(rows, facts)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +59,7 @@ def test_prepare_rows_of_several_processes_at_once_builds_them_once(count: int, 
     lengths = fork_context(PRELOADED).SimpleQueue()
     children = [start(inputs, log, cache, lengths) for _ in range(count)]
     for child in children:
-        child.join(timeout=120)
+        child.join()
     assert [child.exitcode for child in children] == [0] * count
     assert [lengths.get() for _ in children] == [37] * count
     assert log.read_text() == "built\n"
@@ -68,15 +70,14 @@ def test_prepare_rows_after_a_killed_build_builds_them_anew(inputs: Path, tmp_pa
     cache, log = tmp_path / "cache", tmp_path / "log"
     lengths = fork_context(PRELOADED).SimpleQueue()
     child = start(inputs, log, cache, lengths, "slow")
-    while not log.exists():
+    while not log.exists() or "encodes" not in log.read_text():
         time.sleep(0.1)
-    time.sleep(2)
     os.killpg(child.pid, signal.SIGKILL)
-    child.join(timeout=60)
+    child.join()
     assert child.exitcode == -signal.SIGKILL
     assert list((cache / "rows").glob("*/meta.json")) == []
     again = start(inputs, log, cache, lengths)
-    again.join(timeout=120)
+    again.join()
     assert again.exitcode == 0 and lengths.get() == 37
     assert len(list((cache / "rows").glob("*/meta.json"))) == 1
     assert list((cache / "rows").glob("*.tmp-*")) == []

@@ -125,7 +125,8 @@ class Adapter(Section):
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input, a probability.")
     target_modules: str | list[str] = Field(
         "all-linear",
-        description="all-linear, a list of module-name endings, or one regular expression over full names.",
+        description="all-linear, a list of module-name endings, or one regular expression over full names. An ending "
+        "that matches no module may be that of a parameter, such as experts.down_proj. Every ending has to match.",
     )
     exclude_modules: list[str] = Field(
         default_factory=list, description="Module-name endings without an adapter, although target_modules names them."

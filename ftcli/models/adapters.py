@@ -79,12 +79,15 @@ def add_adapter(
 
     from ftcli.data.revisions import is_on_hub
     from ftcli.models.adapter_folder import check_labels, has_label_names
+    from ftcli.models.adapter_targets import Names, check_adapted, refused
     from ftcli.models.new_tokens import new_token_rows
     from ftcli.models.precision import trained_dtype
 
     section, dtype = recipe.adapter, trained_dtype(recipe)
     saved_modules = [*keep, *section.modules_to_save]
-    _check_names(model, section)
+    excluded = _suffix_pattern([*saved_modules, *section.exclude_modules])
+    names = Names.of(model)
+    parameters = names.target_parameters(section)
     config = LoraConfig(
         task_type=task_type,
         r=section.r,
@@ -92,16 +95,18 @@ def add_adapter(
         lora_dropout=section.lora_dropout,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
-        target_modules=section.target_modules,
+        target_modules=_without(section.target_modules, parameters),
+        target_parameters=parameters or None,
         modules_to_save=saved_modules or None,
-        exclude_modules=_suffix_pattern([*saved_modules, *section.exclude_modules]),
+        exclude_modules=excluded,
         trainable_token_indices=new_token_rows(model, recipe) or None,
         revision=recipe.model.revision if is_on_hub(recipe.model.name) else None,  # of the base model
     )
     try:
         wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise InputError(f"adapter.target_modules: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise refused(names, section, error) from error
+    check_adapted(names, wrapped, section, excluded)
     for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -188,13 +193,9 @@ def adapter_problems(section: Adapter) -> list[Problem]:
     ]
 
 
-def _check_names(model: nn.Module, section: Adapter) -> None:
-    """Raise `InputError` for a name in the recipe that matches no module; peft would ignore it silently."""
-    names = [name for name, _ in model.named_modules() if name]
-    for key in ("modules_to_save", "exclude_modules"):
-        for ending in getattr(section, key):
-            if not any(f".{name}".endswith(f".{ending}") for name in names):
-                raise InputError(f"adapter.{key}: no module's name ends with {ending}")
+def _without(targets: str | list[str], names: list[str]) -> str | list[str]:
+    """Return `target_modules` without the names of parameters, which peft takes separately."""
+    return targets if isinstance(targets, str) else [name for name in targets if name not in names]
 
 
 def _suffix_pattern(names: list[str]) -> str | None:

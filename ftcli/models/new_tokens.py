@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ftcli.runtime.errors import InputError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -54,11 +56,23 @@ def new_token_rows(model: Any, recipe: Recipe) -> dict[str, list[int]]:
 
     Returns:
         Indices of rows by module name. A tied head is left out, and so are modules that the adapter saves whole.
+
+    Raises:
+        InputError: The adapter saves a tied head whole, but not the embeddings, whose new rows peft would train in it.
     """
     if not recipe.model.new_tokens:
         return {}
     saved = tuple(f".{ending}" for ending in recipe.adapter.modules_to_save)
-    return {name: _new_ids(recipe) for name in _embedding_modules(model) if not (saved and f".{name}".endswith(saved))}
+    rows = {name: _new_ids(recipe) for name in _embedding_modules(model) if not (saved and f".{name}".endswith(saved))}
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if module is head]
+    if saved and names and f".{names[0]}".endswith(saved) and names[0] not in _embedding_modules(model) and rows:
+        raise InputError(
+            f"adapter.modules_to_save names {names[0]}, which is tied to {next(iter(rows))}, and model.new_tokens "
+            "trains the new rows of both",
+            hint=f"remove {names[0]} from adapter.modules_to_save, or add {next(iter(rows))} to it",
+        )
+    return rows
 
 
 def _new_ids(recipe: Recipe) -> list[int]:

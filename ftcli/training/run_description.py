@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.plan import Plan, describe_dropped_rows, pluralise
 from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.models.adapter_targets import describe_unadapted
 from ftcli.models.kernels.document_attention import describe_attention
 from ftcli.models.structure import full_shape
 
@@ -43,6 +44,7 @@ def describe_run(run: Run) -> list[str]:
             flat=getattr(run.task, "is_flat", False),
             device_type=hardware.accelerator.device.type,
         ),
+        *describe_unadapted(hardware.unwrap(run.model), run.recipe.adapter),
         _count_parameters(hardware, run.model),
     ]
 

@@ -162,6 +162,21 @@ def test_prepare_with_target_modules_without_a_match_names_them(key: str, inputs
         prepare(recipe(inputs, adapter=LORA | {key: ["head"]}), cpu=True)
 
 
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("untied", {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("untied", {"target_modules": ["q_proj", "lm_head"]}),
+        ("tied", {"modules_to_save": ["lm_head"]}),
+    ],
+)
+def test_prepare_with_an_adapter_on_the_rows_of_new_tokens_is_refused(
+    model: str, names: dict[str, list[str]], inputs: Path
+) -> None:
+    with pytest.raises(InputError, match=r"model.new_tokens trains the new rows of both\n.*adapter.modules_to_save"):
+        prepare(recipe(inputs, model, adapter=LORA | names, new_tokens=NEW), cpu=True)
+
+
 def watched(inputs: Path, folder: Path, change: str, sparse: str = "", steps_: int = 3) -> list[float]:
     own = folder / f"task{len(list(folder.iterdir()))}.py"  # a file is imported once
     own.write_text(TASK.format(change=change, sparse=sparse))

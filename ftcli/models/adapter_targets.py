@@ -1,0 +1,240 @@
+"""Compare the names in the adapter section with the modules and parameters of a model.
+
+peft ignores a name that matches nothing. In models whose experts were separate modules before transformers 5, it reads
+`gate_proj` as a parameter of the experts, and then gives a dense layer of that name no adapter. So every name has to
+match, and after peft has added the adapter, every named part has to have one. The module imports peft inside functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ftcli.models.architectures import EXPERT_MODULES
+from ftcli.models.structure import base_model_of, full_shape
+from ftcli.runtime.errors import InputError, Problem, nearest, shortened
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ftcli.config.recipe_inputs import Adapter
+
+
+ALL_LINEAR = "all-linear"
+LINEAR = ("Linear", "Linear4bit", "Linear8bitLt", "Conv1D", "Float8Linear")
+WITH_WEIGHT = (*LINEAR, "Conv1d", "Conv2d", "Conv3d", "Embedding", "MultiheadAttention")  # peft adapts them as a whole
+MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the parts of a model before it has an adapter.
+
+    Attributes:
+        modules: Name of the class of each module, by the module's name.
+        parameters: Names of the matrices that belong to no linear layer, convolution or embedding: those of experts.
+    """
+
+    modules: dict[str, str]
+    parameters: list[str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Names:
+        """Return the names of a model without adapter."""
+        modules = {name: type(module).__name__ for name, module in model.named_modules() if name}
+        parameters = [
+            name
+            for name, parameter in model.named_parameters()
+            if len(full_shape(parameter)) in (2, 3) and modules.get(name.rpartition(".")[0]) not in WITH_WEIGHT
+        ]
+        return cls(modules, parameters)
+
+    def target_parameters(self, section: Adapter) -> list[str]:
+        """Return the names in `target_modules` that mean parameters. A name that matches a module means that module."""
+        if isinstance(section.target_modules, str):
+            return []
+        return [
+            name for name in section.target_modules if not _ends(name, self.modules) and _ends(name, self.parameters)
+        ]
+
+    def _example(self) -> str:
+        """Return the full name of a linear layer, or of another module."""
+        return next((name for name, kind in self.modules.items() if kind in LINEAR), [*self.modules, "model"][0])
+
+    def problems(self, section: Adapter, *, renamed: Iterable[str] = ()) -> list[Problem]:
+        """Return a problem for each name in the section's lists that matches nothing, with the nearest names.
+
+        Args:
+            section: The adapter section of the recipe.
+            renamed: Names in `target_modules` that peft reads as those of parameters.
+        """
+        targets, found = section.target_modules, []
+        known: dict[str, Iterable[str]] = {"modules_to_save": self.modules, "exclude_modules": self.modules}
+        if isinstance(targets, list):
+            known["target_modules"] = [*self.modules, *self.parameters]
+        elif targets.lower() != ALL_LINEAR and not any(re.fullmatch(targets, name) for name in self.modules):
+            what = f"adapter.target_modules: no module's full name matches {targets}"
+            found.append(Problem(what, hint=f"name modules in a list, or match a full name such as {self._example()}"))
+        for key, names in known.items():
+            for ending in getattr(section, key):
+                if not _ends(ending, names) and not (key == "target_modules" and ending in renamed):
+                    what = f"adapter.{key}: no module's name ends with {ending}"
+                    found.append(Problem(what, hint=_hint(ending, names)))
+        return found
+
+
+def refused(names: Names, section: Adapter, error: Exception) -> InputError:
+    """Return the error for a section that peft refuses.
+
+    Args:
+        names: Names of the model.
+        section: The adapter section of the recipe.
+        error: The exception of peft.
+    """
+    targets = section.target_modules
+    is_renamed = "Cannot convert" in str(error) or "ParamWrapper" in str(error)
+    unmatched = names.problems(section, renamed=targets if is_renamed else ())
+    if unmatched:
+        return InputError(unmatched)
+    if "ParamWrapper" in str(error):
+        keys = [key for key in ("lora_dropout", "use_dora") if getattr(section, key)]
+        return InputError(
+            f"adapter.{' and '.join(keys)}: not possible for the parameters of experts, such as "
+            f"{_first_expert(names.parameters)}, which adapter.target_modules names",
+            hint=f"remove {' and '.join(keys)}, or list modules without experts in adapter.target_modules",
+        )
+    named = [name for name in names.modules if _is_named(section, name)]
+    whole = [name for name in named if names.modules[name] not in WITH_WEIGHT]
+    if "not supported" in str(error) and whole:
+        parts = [part.removeprefix(f"{whole[0]}.") for part in [*names.modules, *names.parameters]]
+        inside = [part for part, full in zip(parts, [*names.modules, *names.parameters], strict=True) if part != full]
+        return InputError(
+            f"adapter.target_modules: {whole[0]} is a {names.modules[whole[0]]}, which cannot have an adapter as a "
+            "whole",
+            hint=f"name its linear layers or parameters: {_listed(inside)}" if inside else "leave it out",
+        )
+    if "rainable_token" in str(error) or "TrainableTokens" in str(error):
+        return InputError(
+            "adapter.target_modules names the embeddings or the head, and model.new_tokens trains the new rows of both",
+            hint="remove them from adapter.target_modules, or train them whole: name them in adapter.modules_to_save",
+        )
+    return InputError(f"adapter.target_modules: {shortened(str(error), 300)}")
+
+
+def check_adapted(names: Names, wrapped: Any, section: Adapter, excluded: str | None) -> None:
+    """Check that every name matches, and that peft has adapted all named parts and no excluded ones.
+
+    Args:
+        names: Names of the model before it had an adapter.
+        wrapped: The peft model.
+        section: The adapter section of the recipe.
+        excluded: Regular expression of the names of modules without an adapter; None for none.
+
+    Raises:
+        InputError: A name matches nothing, a named module has no adapter, or an excluded part has one.
+    """
+    config, targets = wrapped.peft_config["default"], section.target_modules
+    by_peft = set(config.target_parameters or ()) - set(names.target_parameters(section))
+    renamed = set(targets) - set(config.target_modules or ()) if by_peft and isinstance(targets, list) else set()
+    if problems := names.problems(section, renamed=renamed):
+        raise InputError(problems)
+    adapted = _adapted(wrapped)
+    wrong = [name for name in adapted if excluded and re.fullmatch(excluded, name)]
+    if wrong:
+        raise InputError(
+            f"adapter.exclude_modules: peft adapts {_listed(wrong)}, although this key or modules_to_save names it",
+            hint="list the modules to adapt in adapter.target_modules, without the names of these parameters",
+        )
+    missing = [
+        name
+        for name, kind in names.modules.items()
+        if kind in WITH_WEIGHT and _is_named(section, name) and name not in adapted
+        if not (excluded and re.fullmatch(excluded, name))
+    ]
+    if missing and targets != ALL_LINEAR:
+        raise InputError(
+            f"adapter.target_modules: peft gives {_listed(missing)} no adapter, because in this model it reads such a "
+            "name as that of the experts' parameters",
+            hint="add their endings to adapter.exclude_modules if they need no adapter",
+        )
+
+
+def describe_unadapted(model: Any, section: Adapter) -> list[str]:
+    """Return a log line if `all-linear` leaves weights of layers of a model with experts without an adapter.
+
+    Args:
+        model: The model of a run, not sharded by a wrapper of its own.
+        section: The adapter section of the recipe.
+    """
+    if section.type == "none" or section.target_modules != ALL_LINEAR:
+        return []
+    inner, adapted = base_model_of(model), _adapted(model)
+    excluded = [*section.exclude_modules, *section.modules_to_save]
+    modules = {name.replace(".base_layer", ""): type(module).__name__ for name, module in inner.named_modules()}
+    experts = [
+        plain
+        for name, parameter in inner.named_parameters()
+        if len(full_shape(parameter)) == 3 and not name.count("lora_")
+        if set(EXPERT_MODULES) & set((plain := name.replace(".base_layer", "")).split("."))
+    ]
+    linear = [name for name, kind in modules.items() if kind in LINEAR and re.search(r"\.\d+\.", name)]
+    left = [
+        name
+        for name in [*experts, *(linear if experts else ())]
+        if name not in adapted and "lora_" not in name
+        if not any(f".{ending}." in f".{name}." for ending in excluded)
+    ]
+    if not left:
+        return []
+    return [
+        f"adapter: all-linear leaves {_listed(left)} without an adapter. Parameters of experts get one if "
+        "adapter.target_modules is a list that names them, such as experts.down_proj"
+    ]
+
+
+def _adapted(wrapped: Any) -> set[str]:
+    """Return the names of the modules and parameters with an adapter, as they were before."""
+    from peft.tuners.lora import LoraLayer
+
+    adapted = set()
+    for name, module in base_model_of(wrapped).named_modules():
+        if isinstance(module, LoraLayer):
+            own = getattr(module, "parameter_name", None)
+            adapted.add(name.replace(".base_layer", "") + (f".{own}" if own else ""))
+    return adapted
+
+
+def _is_named(section: Adapter, name: str) -> bool:
+    """Return whether `target_modules` matches a full name, by the rules of peft."""
+    targets = section.target_modules
+    if isinstance(targets, str):
+        return targets.lower() != ALL_LINEAR and re.fullmatch(targets, name) is not None
+    return any(_ends(target, [name]) for target in targets)
+
+
+def _first_expert(names: list[str]) -> str:
+    """Return the first name of a parameter of experts, or else the first name."""
+    return next((name for name in names if set(EXPERT_MODULES) & set(name.split("."))), names[0])
+
+
+def _ends(ending: str, names: Iterable[str]) -> bool:
+    """Return whether any name is `ending` or ends with a dot and `ending`."""
+    return any(f".{name}".endswith(f".{ending}") for name in names)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Return the nearest of the endings of the known names."""
+    parts = name.count(".") + 1
+    endings = [".".join(full.split(".")[-parts:]) for full in known]
+    endings = [ending for ending in dict.fromkeys(endings) if not ending.isdigit()]
+    longer = next((f"did you mean '{ending}'?" for ending in endings if ending.endswith(name)), "")
+    return longer or nearest(name, endings) or f"the model has, for instance, {_listed(endings[-MOST_NAMED:])}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return names with commas, at most `MOST_NAMED` of them."""
+    every: Sequence[str] = sorted(names)
+    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
+    return f"{', '.join(every[:MOST_NAMED])}{more}"

@@ -1,0 +1,157 @@
+"""Names in the adapter section: all match, the parameters of experts are reachable, and peft leaves none out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ftcli.config.recipe import Recipe
+from ftcli.models.adapter_targets import describe_unadapted
+from ftcli.models.adapters import add_adapter
+from ftcli.runtime.errors import InputError
+from ftcli.tiny_models import build_tiny
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", SIZES),
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", SIZES | EXPERTS | {"head_dim": 8}),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        SIZES | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    ),
+    "gpt_oss": ("GptOssForCausalLM", SIZES | {"num_local_experts": 4, "head_dim": 8}),
+}
+OLD_NAMES = ["gate_proj", "up_proj", "down_proj"]  # of experts that were modules before transformers 5
+LORA = {"type": "lora", "r": 2}
+RECIPE: dict[str, Any] = {
+    "task": "sft",
+    "model": {"name": "tiny"},
+    "data": {"train": "rows.jsonl"},
+    "adapter": LORA,
+    "train": {"max_steps": 1},
+    "optimizer": {"learning_rate": 1e-3},
+    "batch": {"global_size": 1},
+}
+
+
+def adapted(kind: str, **section: Any) -> Any:
+    name, settings = MODELS[kind]
+    recipe = Recipe.model_validate(RECIPE | {"adapter": LORA | section})
+    return add_adapter(build_tiny(name, **settings), recipe, keep=[], task_type="CAUSAL_LM")
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "a misspelt module": (
+        "llama",
+        {"target_modules": ["q_proj", "v_porj"]},
+        ("target_modules: no module's name ends with v_porj", "did you mean 'v_proj'?"),
+    ),
+    "all lists at once": (
+        "llama",
+        {"target_modules": ["q_prj"], "exclude_modules": ["mpl"], "modules_to_save": ["lm_haed"]},
+        ("ends with q_prj", "'q_proj'", "exclude_modules: no module's name ends with mpl", "'mlp'", "'lm_head'"),
+    ),
+    "a misspelt path": ("llama", {"target_modules": ["self_atn.q_proj"]}, ("did you mean 'self_attn.q_proj'?",)),
+    "an index that is too large": ("llama", {"target_modules": ["q_proj", "layers.7.mlp.up_proj"]}, ("layers.7",)),
+    "an expression for an ending": (
+        "llama",
+        {"target_modules": "q_proj"},
+        ("no module's full name matches q_proj", "model.layers.0.self_attn.q_proj"),
+    ),
+    "a name of another model": ("gpt2", {"target_modules": ["c_attn", "q_proj"]}, ("ends with q_proj",)),
+    "a name that peft renames in other models": (
+        "gpt_oss",
+        {"target_modules": ["q_proj", "up_proj"]},
+        ("ends with up_proj", "'gate_up_proj'"),
+    ),
+    "a misspelt parameter": ("qwen3_moe", {"target_modules": ["q_proj", "experts.down_prj"]}, ("'experts.down_proj'",)),
+    "a block": (
+        "llama",
+        {"target_modules": ["mlp"]},
+        ("model.layers.0.mlp is a LlamaMLP, which cannot have an adapter", "down_proj, gate_proj, up_proj"),
+    ),
+    "experts as a block": ("qwen3_moe", {"target_modules": ["experts"]}, ("is a Qwen3MoeExperts", "gate_up_proj")),
+    "half of a fused parameter": ("qwen3_moe", {"target_modules": ["gate_proj"]}, ("without also targeting up_proj",)),
+    "a shared expert that peft leaves out": (
+        "glm4_moe",
+        {"target_modules": OLD_NAMES},
+        ("peft gives model.layers.0.mlp.down_proj", "and 2 more no adapter", "adapter.exclude_modules"),
+    ),
+    "an expression that peft reads as experts": (
+        "glm4_moe",
+        {"target_modules": r".*shared_experts\..*_proj"},
+        ("shared_experts.down_proj", "no adapter"),
+    ),
+    "excluded experts": (
+        "qwen3_moe",
+        {"exclude_modules": ["experts"]},
+        ("exclude_modules: peft adapts model.layers.0.mlp.experts.down_proj",),
+    ),
+    "dropout on experts": (
+        "qwen3_moe",
+        {"target_modules": OLD_NAMES, "lora_dropout": 0.1},
+        ("adapter.lora_dropout: not possible", "mlp.experts.", "remove lora_dropout"),
+    ),
+    "dropout and DoRA on experts": (
+        "gpt_oss",
+        {"target_modules": ["experts.down_proj"], "lora_dropout": 0.1, "use_dora": True},
+        ("adapter.lora_dropout and use_dora: not possible", "mlp.experts."),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_add_adapter_with_a_name_that_is_not_adapted_names_it(case: str) -> None:
+    kind, section, expected = REFUSED[case]
+    with pytest.raises(InputError) as error:
+        adapted(kind, **section)
+    assert [text for text in expected if text not in str(error.value)] == [], str(error.value)
+
+
+ADAPTED: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "endings": ("llama", {"target_modules": ["self_attn.q_proj", "up_proj"]}, {"self_attn.q_proj", "mlp.up_proj"}),
+    "a full name": ("llama", {"target_modules": ["model.layers.1.mlp.up_proj"]}, {"mlp.up_proj"}),
+    "experts beside attention": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj", "experts.gate_up_proj"]},
+        {"self_attn.q_proj", "mlp.experts"},
+    ),
+    "experts alone": ("gpt_oss", {"target_modules": ["gate_up_proj"]}, {"mlp.experts"}),
+    "old names of experts": (
+        "qwen3_moe",
+        {"target_modules": OLD_NAMES},
+        {"mlp.experts", "mlp.experts.base_layer"},
+    ),
+    "a shared expert left out by name": (
+        "glm4_moe",
+        {"target_modules": OLD_NAMES, "exclude_modules": ["shared_experts", "layers.0.mlp"]},
+        {"mlp.experts", "mlp.experts.base_layer"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_add_adapter_with_names_of_modules_or_parameters_adapts_them(case: str) -> None:
+    kind, section, expected = ADAPTED[case]
+    trained = [name for name, p in adapted(kind, **section).named_parameters() if p.requires_grad and "lora_A" in name]
+    assert {name.partition(".layers.1.")[2].partition(".lora_A")[0] for name in trained} - {""} == expected
+
+
+def test_describe_unadapted_of_all_linear_names_what_has_no_adapter() -> None:
+    lines = {}
+    for kind in ("llama", "qwen3_moe", "glm4_moe", "gpt_oss"):
+        model = adapted(kind)
+        lines[kind] = describe_unadapted(model, Recipe.model_validate(RECIPE).adapter)
+    assert lines["llama"] == lines["qwen3_moe"] == []
+    assert "shared_experts.down_proj" in lines["glm4_moe"][0]
+    assert "mlp.experts.down_proj" in lines["gpt_oss"][0]

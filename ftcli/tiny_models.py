@@ -84,6 +84,24 @@ def save_tiny_mobilenet(folder: Path) -> Path:
     return _save(model, _image_processor("MobileNetV2", 32), folder)
 
 
+def save_tiny_vision_language(folder: Path) -> Path:
+    """Write a two-layer Gemma 3 with a vision tower, and the tokenizer of the other tiny models, and return the folder.
+
+    Its class names layers of towers that it does not have.
+    """
+    text = SIZES | {"vocab_size": 259, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
+    model = build_tiny(
+        "Gemma3ForConditionalGeneration",
+        text_config=text | tokens,
+        vision_config=vision | {"image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=1,
+        **tokens,
+    )
+    return _save(model, tiny_tokenizer(), folder)
+
+
 def _image_processor(name: str, size: int) -> Any:
     import importlib
 

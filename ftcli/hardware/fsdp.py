@@ -16,6 +16,7 @@ from ftcli.hardware.fsdp_mixed_precision import send_gradients_in_16_bits
 from ftcli.hardware.gradient_clipping import clip_grads_with_norm, get_total_norm, unscale_gradients
 from ftcli.hardware.optimizer_state import NO_ELEMENTS, StateShard, open_state, trained_parameters
 from ftcli.models.structure import LAYERS, base_model_of
+from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
 from ftcli.runtime.process import world_size
 
@@ -110,6 +111,7 @@ class FSDP2(Backend):
           units for both, the weight is sharded once with the rest of the model.
         """
         inner = base_model_of(model)
+        _name_units(accelerator, inner)
         try:
             embeddings = inner.get_input_embeddings()
         except (NotImplementedError, AttributeError):  # not a language model, or not a model of transformers
@@ -264,6 +266,29 @@ def _device_mesh_options() -> dict[str, Any]:
 def _is_list(modules: nn.Module) -> TypeGuard[nn.ModuleList]:
     """Return whether a module is a list of modules."""
     return isinstance(modules, torch.nn.ModuleList)
+
+
+def _name_units(accelerator: Accelerator, model: nn.Module) -> None:
+    """Name the classes of the units: those of the profile, or those that the model names and contains.
+
+    A model with a vision or text tower may name classes of parts that it was built without. Accelerate would refuse it.
+
+    Raises:
+        InputError: The profile names a class that the model does not contain.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    held = {type(module).__name__ for module in model.modules()}
+    if (names := plugin.transformer_cls_names_to_wrap) is None:
+        declared: Any = getattr(model, "_no_split_modules", None) if LAYERS.is_usable() else None
+        if set(declared or ()) - held:
+            plugin.transformer_cls_names_to_wrap = sorted(set(declared) & held)
+        return
+    if missing := [name for name in names if name not in held]:
+        raise InputError(
+            f"fsdp_transformer_layer_cls_to_wrap: {', '.join(missing)} is not in the model, a {type(model).__name__}",
+            hint="remove the key from the profile, or name a class of its layers: "
+            + ", ".join(sorted(name for name in getattr(model, "_no_split_modules", None) or () if name in held)),
+        )
 
 
 def _is_inside_unit(accelerator: Accelerator, model: nn.Module, embeddings: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftcli.data.chat.prompt import PromptInput, decode_text
+from ftcli.models.token_ids import check_prompt_ids
 from ftcli.runtime.errors import InputError
 
 
@@ -33,7 +34,7 @@ def remaining_positions(config: Any, ids: Sequence[int]) -> int | None:
 
 
 def check_prompt_lengths(config: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Check that the model has positions for every prompt and its answer.
+    """Check that the model has positions for every prompt and its answer, and an embedding for every token.
 
     Args:
         config: The model's configuration.
@@ -41,8 +42,9 @@ def check_prompt_lengths(config: Any, prompts: Sequence[Sequence[int]], max_new_
         max_new_tokens: Largest number of tokens of an answer.
 
     Raises:
-        InputError: A prompt is too long; the message names the first one.
+        InputError: A prompt is too long; the message names the first one. Or a token has no embedding.
     """
+    check_prompt_ids(config, prompts)
     for number, ids in enumerate(prompts, start=1):
         remaining = remaining_positions(config, ids)
         if remaining is not None and remaining < max_new_tokens:

@@ -82,10 +82,11 @@ def add_adapter(
     from ftcli.models.adapter_targets import Names, check_adapted, refused
     from ftcli.models.new_tokens import new_token_rows
     from ftcli.models.precision import trained_dtype
+    from ftcli.models.unreached import unreached_parts
 
     section, dtype = recipe.adapter, trained_dtype(recipe)
     saved_modules = [*keep, *section.modules_to_save]
-    excluded = _suffix_pattern([*saved_modules, *section.exclude_modules])
+    excluded = _suffix_pattern([*saved_modules, *section.exclude_modules, *unreached_parts(model, recipe)])
     names = Names.of(model)
     parameters = names.target_parameters(section)
     config = LoraConfig(

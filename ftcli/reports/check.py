@@ -150,6 +150,7 @@ def check(
     facts = describe_formats(loaded) | commits | facts | _memory_estimate(loaded, hardware, plan, cpu=cpu)
     notes += [*_exactness_notes(loaded), *describe_dropped_rows(loaded, plan)]
     notes += [too_long] if too_long else []
+    notes += _left_out_losses(loaded)
     notes += [] if data else recipe_notes(loaded)  # the survey of the rows has them too
     notes += [
         f"{problem.what} ({problem.hint})" for problem in check_devices(hardware, world, cpu=cpu, num_machines=machines)
@@ -206,6 +207,19 @@ def _most_tokens(recipe: Recipe) -> int:
     from ftcli.config.task_registry import task_class
 
     return recipe.data.max_length * properties_of(task_class(recipe.task)).answers_per_row
+
+
+def _left_out_losses(recipe: Recipe) -> list[str]:
+    """Return a note on losses that a local causal model's configuration asks for and that are not trained."""
+    from ftcli.config.task_registry import is_custom_task, task_class
+    from ftcli.data.paths import model_folder
+    from ftcli.models.frozen_weights import model_settings
+    from ftcli.models.router_loss import left_out_losses
+
+    folder = model_folder(recipe.model.name)
+    if folder is None or (not is_custom_task(recipe.task) and task_class(recipe.task).peft_type != "CAUSAL_LM"):
+        return []
+    return left_out_losses(model_settings(folder))
 
 
 def _memory_estimate(recipe: Recipe, profile: Profile | None, plan: Plan, *, cpu: bool) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Find problems of prepared rows from their statistics, each with a remedy.
 
-An error is never intended, a warning may be intended, and a note only explains. This module reads no file and no row.
+An error is never intended, a warning may be intended, and a note only explains. Of files, only a model's configuration
+is read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ftcli.data.chat.template_variables import date_finding, texts_of
+from ftcli.data.paths import model_folder
+from ftcli.models.frozen_weights import model_settings
+from ftcli.models.token_ids import embedding_rows, token_problem
 from ftcli.reports.row_statistics import count_duplicates, examples
 from ftcli.reports.survey_types import Finding, Level
 from ftcli.tasks.protocol import properties_of
@@ -57,8 +61,18 @@ def judge(prepared: Prepared, measures: dict[str, Measures], statistics: dict[st
         findings += _find_unusual_text(train)
     if "eval" in measures:
         findings += _find_overlap(len(measures["eval"]), **statistics["eval"]["overlap"])
+    findings += _find_tokens_without_embedding(prepared)
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
     return [*_find_long_rows(prepared, values), *findings]
+
+
+def _find_tokens_without_embedding(prepared: Prepared) -> Iterator[Finding]:
+    """Find tokens that are not in the table of embeddings of a local model, by its configuration."""
+    name = prepared.recipe.model.name
+    folder, tokenizer = model_folder(name), getattr(prepared.task, "tokenizer", None)
+    size = None if folder is None or prepared.recipe.model.new_tokens else embedding_rows(model_settings(folder))
+    if size is not None and (problem := token_problem(size, name, tokenizer, prepared.rows)) is not None:
+        yield Finding("error" if problem.hint else "warning", problem.what, problem.hint)
 
 
 def share(part: int, whole: int) -> str:

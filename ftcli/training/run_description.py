@@ -8,7 +8,9 @@ from ftcli.config.plan import Plan, describe_dropped_rows, pluralise
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.models.adapter_targets import describe_unadapted
 from ftcli.models.kernels.document_attention import describe_attention
-from ftcli.models.structure import full_shape
+from ftcli.models.router_loss import left_out_losses
+from ftcli.models.structure import base_model_of, full_shape
+from ftcli.models.unreached import describe_unreached
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +46,8 @@ def describe_run(run: Run) -> list[str]:
             flat=getattr(run.task, "is_flat", False),
             device_type=hardware.accelerator.device.type,
         ),
+        *_left_out_losses(run),
+        *describe_unreached(hardware.unwrap(run.model), run.recipe),
         *describe_unadapted(hardware.unwrap(run.model), run.recipe.adapter),
         _count_parameters(hardware, run.model),
     ]
@@ -53,6 +57,14 @@ def _describe_rows(run: Run) -> list[str]:
     """Return what the task reports about the training rows."""
     task: Any = run.task
     return list(task.describe_rows(run.rows.facts)) if hasattr(task, "describe_rows") else []
+
+
+def _left_out_losses(run: Run) -> list[str]:
+    """Return a line about losses of the model's own that are not trained; causal models alone have them."""
+    config: Any = getattr(base_model_of(run.hardware.unwrap(run.model)), "config", None)
+    if run.task.peft_type != "CAUSAL_LM" or not hasattr(config, "to_dict"):
+        return []
+    return left_out_losses(config.to_dict())
 
 
 def describe_hardware(hardware: Hardware, processes: int) -> str:

@@ -21,6 +21,7 @@ from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
 from ftcli.models.frozen_weights import check_frozen, frozen_digest
 from ftcli.models.positions import check_lengths
+from ftcli.models.token_ids import check_token_ids
 from ftcli.runtime.process import has_ftcli_parent, has_rank
 from ftcli.runtime.process_settings import owns_settings
 from ftcli.runtime.run_folder import RunFolder
@@ -229,6 +230,7 @@ def build_model(recipe: Recipe, data: PreparedData, weights: Path | None = None)
     from ftcli.models.kernels.padding_masks import replace_mask_functions
     from ftcli.models.load import READ_WEIGHTS
     from ftcli.models.own_model import load_model
+    from ftcli.models.unreached import freeze_unreached
     from ftcli.training.evaluation import check_prompts
 
     default_reader = READ_WEIGHTS.set(read_weights)
@@ -239,10 +241,13 @@ def build_model(recipe: Recipe, data: PreparedData, weights: Path | None = None)
     with load_whole_weights():
         model = add_adapter(model, recipe, keep=heads, task_type=data.task.peft_type, weights=weights)
     data.task.finish_model(model)
+    freeze_unreached(model, recipe)
     replace_mask_functions(model)
     model.train()
     check_prompts(recipe, data.prompts, model)
     check_lengths(model, recipe, data.rows)
+    tokenizer = getattr(data.task, "tokenizer", None)
+    data.rows.log_lines.extend(check_token_ids(model, recipe.model.name, tokenizer, data.rows))
     return model
 
 

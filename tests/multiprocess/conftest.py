@@ -13,6 +13,7 @@ from ..support.cells import CELLS, train_cells
 from ..support.runner import MakeInputs
 
 Launch = Callable[[str], list[dict[str, Any]]]
+WITH_TOWER = ("vision", "vision-lora")  # rows of text do not reach a part of these models
 PROCESSES = {"single": 1, "hsdp": 4}  # two copies, each in two shards; 2 for any other profile
 
 
@@ -27,7 +28,7 @@ def trained(make_inputs: MakeInputs) -> Launch:
 
     def launch(profile: str) -> list[dict[str, Any]]:
         if profile not in done:
-            names = [*CELLS, "pretrain"]
+            names = [*CELLS, "pretrain", *WITH_TOWER]
             done[profile] = run_on_cpu(train_cells, folder, names, processes=PROCESSES.get(profile, 2), profile=profile)
         return done[profile]
 

@@ -69,6 +69,7 @@ def write_inputs(folder: Path) -> None:
     testing.save_tiny_encoder(folder / "encoder")
     testing.save_tiny_vit(folder / "vit")
     testing.save_tiny_mobilenet(folder / "mobilenet")
+    testing.save_tiny_vision_language(folder / "vision")
     (folder / "contrast.py").write_text(CONTRAST)
     (folder / "two_passes.py").write_text(TWO_PASSES)
     draw = random.Random(0)
@@ -223,6 +224,8 @@ FURTHER_CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unpaired": ("unpaired_preference", "tied", {}),
     "unpaired-lora": ("unpaired_preference", "tied", LORA),
     "preference-lora": ("preference", "tied", LORA),
+    "vision": ("sft", "vision", {}),
+    "vision-lora": ("sft", "vision", LORA),
 }
 
 

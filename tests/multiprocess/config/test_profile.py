@@ -14,7 +14,7 @@ from ftcli.testing import run_on_cpu
 from ...fixtures.make_curves import CURVES, NAMES, curve
 from ...fixtures.make_run_folders import describe_machine
 from ...support.cells import CELLS, STEPS, cell, train_cells
-from ..conftest import Launch
+from ..conftest import WITH_TOWER, Launch
 
 WANTED = {
     "ddp": "MULTI_CPU",
@@ -41,7 +41,7 @@ def profile(request: pytest.FixtureRequest, trained: Launch) -> tuple[str, list[
     return request.param, trained(request.param)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", [*CELLS, *WITH_TOWER])
 def test_train_under_every_profile_gives_the_curve_of_one_process(
     name: str, single: dict[str, Any], profile: tuple[str, list[dict[str, Any]]]
 ) -> None:

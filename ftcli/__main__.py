@@ -27,6 +27,7 @@ from ftcli.runtime.errors import (
 from ftcli.runtime.process import has_ftcli_parent
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.stop import Stopped
+from ftcli.runtime.terminal import print_text, replace_what_cannot_be_shown
 
 BUG = (
     "error: ftcli did not expect this exception. If the last lines above do not point to your own code, to a full disk "
@@ -42,29 +43,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     from ftcli.cli.app import command_line
 
+    replace_what_cannot_be_shown()
     try:
         command_line()(args=None if arguments is None else list(arguments), prog_name="ftcli")
     except InputError as error:
         if not _is_printed_elsewhere(error):
             for problem in error.problems:
-                print(f"error: {problem}", file=sys.stderr)
+                print_text(f"error: {problem}", file=sys.stderr)
         sys.exit(EXIT_INPUT)
     except RunError as error:
         if not _is_printed_elsewhere(error):
-            print(f"error: {redact(str(error))}", file=sys.stderr)
+            print_text(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     except LaunchError as error:  # the error of the failing rank is already on stderr
         sys.exit(error.exit_code)
     except Stopped as stopped:
-        print(f"ftcli: {stopped}: stopped before anything was started", file=sys.stderr)
+        print_text(f"ftcli: {stopped}: stopped before anything was started", file=sys.stderr)
         sys.exit(EXIT_RESUME)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_text("interrupted", file=sys.stderr)
         sys.exit(EXIT_SIGNAL + signal.SIGINT)
     except Exception as error:
         if not _is_printed_elsewhere(error):
-            print(redact(traceback.format_exc()), end="", file=sys.stderr)
-            print(BUG, file=sys.stderr)
+            print_text(redact(traceback.format_exc()), end="", file=sys.stderr)
+            print_text(BUG, file=sys.stderr)
         sys.exit(EXIT_FAILED)
 
 

@@ -18,7 +18,7 @@ from ftcli.inference.answers import Answer, Prompt
 from ftcli.inference.prompts import replace_surrogates
 from ftcli.runtime.errors import InputError, nearest
 from ftcli.runtime.reader_errors import user_path
-from ftcli.runtime.terminal import BOLD, DIM, Style, printable
+from ftcli.runtime.terminal import BOLD, DIM, Style, print_text, printable
 
 if TYPE_CHECKING:
     from ftcli.inference.decode import SamplingOptions
@@ -205,12 +205,12 @@ def _lines(is_typed: bool) -> Iterator[str]:
         except KeyboardInterrupt:
             if not is_typed:
                 raise
-            print(file=sys.stderr)
+            print_text(file=sys.stderr)
             continue
         if line.strip():
             yield replace_surrogates(line)
     if is_typed:
-        print(file=sys.stderr)
+        print_text(file=sys.stderr)
 
 
 def _read(is_typed: bool) -> str:
@@ -231,4 +231,4 @@ def _note(text: str) -> None:
     """Print a note to standard error."""
     style = Style.of(sys.stderr)
     for line in printable(text, sys.stderr).split("\n"):
-        print(*(style.paint(part, DIM) for part in style.wrap(line)), sep="\n", file=sys.stderr, flush=True)
+        print_text("\n".join(style.paint(part, DIM) for part in style.wrap(line)), file=sys.stderr)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ftcli.cli.options import CpuOption, ProfileOption
+from ftcli.runtime.terminal import print_text
 
 
 def doctor(
@@ -54,5 +55,5 @@ def doctor(
         bench=bench,
         timeout=timeout,
     )
-    print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+    print_text(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
     raise typer.Exit(report.exit_code)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ftcli.cli.options import RecipeArgument, SetOption, TrustOption, with_trust
+from ftcli.runtime.terminal import print_text
 
 
 def plan(
@@ -47,4 +48,4 @@ def plan(
         price=price,
         overrides=with_trust(set_, trust_remote_code),
     )
-    print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+    print_text(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))

@@ -24,7 +24,9 @@ from ftcli.cli.options import (
     for_accelerate,
     with_trust,
 )
-from ftcli.runtime.errors import EXIT_DONE, InputError
+from ftcli.runtime.errors import EXIT_DONE, InputError, shortened
+from ftcli.runtime.terminal import Style, print_text
+from ftcli.runtime.whole_numbers import whole_number
 
 TRAIN_CODES = (
     "SIGINT, SIGTERM and SIGUSR1 end the run after the current step with a checkpoint. A second signal ends the run at "
@@ -102,7 +104,7 @@ def train(
     if machine_rank == 0:
         write_requested_report(folder)
     if not launcher.is_launched():
-        print(folder.path)
+        print_text(folder.path)
         # A run that was stopped is not done: 75. Without a shared disk, status.json is on the first machine only.
         raise typer.Exit(folder.status().get("exit_code", EXIT_DONE))
 
@@ -124,7 +126,8 @@ def check(
 
     overrides = with_trust(set_, trust_remote_code)
     report = check.check(recipe, profile, num_processes=num_processes, cpu=cpu, overrides=overrides, data=data)
-    print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+    lines = [] if as_json else report.lines(Style(unicode=Style.of(sys.stdout).unicode))
+    print_text(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(lines))
     raise typer.Exit(report.exit_code)
 
 
@@ -150,7 +153,6 @@ def preview(
 ) -> None:
     """Show rows as the model reads them."""
     from ftcli.reports import preview as module
-    from ftcli.runtime.terminal import Style
 
     if html is not None and not html.parent.is_dir():
         raise InputError(f"--html: the folder {html.parent} for {html.name} does not exist")
@@ -160,7 +162,7 @@ def preview(
     text = (
         json.dumps(preview.as_dict(), indent=1) if as_json else "\n".join(preview.lines(Style.of(sys.stdout), ids=ids))
     )
-    print(html if html is not None else text)
+    print_text(html if html is not None else text)
 
 
 def parity(
@@ -208,7 +210,7 @@ def parity(
         overrides=with_trust(set_, trust_remote_code),
         output=output,
     )
-    print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+    print_text(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
     raise typer.Exit(report.exit_code)
 
 
@@ -227,7 +229,7 @@ def init(
     """Write a commented recipe to start from."""
     from ftcli.cli import init
 
-    print(init.write_recipe(task, model, data, eval_, output))
+    print_text(init.write_recipe(task, model, data, eval_, output))
 
 
 def fetch(recipe: RecipeArgument, set_: SetOption = None) -> None:
@@ -241,14 +243,14 @@ def tokenize(recipe: RecipeArgument, set_: SetOption = None) -> None:
     """Prepare a recipe's rows ahead of a job."""
     from ftcli.cli import prepare_data
 
-    print("\n".join(prepare_data.tokenize(recipe, set_ or ())))
+    print_text("\n".join(prepare_data.tokenize(recipe, set_ or ())))
 
 
 def schema() -> None:
     """Print the JSON Schema of recipes, for an editor."""
     from ftcli.config import load
 
-    print(json.dumps(load.recipe_schema(), indent=1))
+    print_text(json.dumps(load.recipe_schema(), indent=1))
 
 
 def quickstart() -> None:
@@ -262,6 +264,8 @@ def quickstart() -> None:
 def _numbers(text: str | None) -> list[int]:
     """Return the positive whole numbers in a list with commas."""
     words = [] if text is None else text.split(",")
-    if wrong := [word for word in words if not word.strip().isdigit() or int(word) < 1]:
-        raise typer.BadParameter(f"'{wrong[0]}' is not a whole number of 1 or more")
-    return [int(word) for word in words]
+    numbers = [whole_number(word) or 0 for word in words]
+    if 0 in numbers:
+        wrong = shortened(words[numbers.index(0)], 60)
+        raise typer.BadParameter(f"'{wrong}' is not a whole number of 1 or more")
+    return numbers

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from ftcli.runtime.terminal import print_text
+
 RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders.")]
 
 
@@ -26,7 +28,7 @@ def report(
     """Write curves and events of runs as one HTML page."""
     from ftcli.reports.report import write_report
 
-    print(write_report(*runs, output=output))
+    print_text(write_report(*runs, output=output))
 
 
 def compare(
@@ -39,4 +41,4 @@ def compare(
 
     comparison = compare_runs(*runs)
     text = json.dumps(comparison.as_dict(), indent=1) if as_json else "\n".join(comparison.lines())
-    print(terminal.printable(text, sys.stdout))
+    print_text(terminal.printable(text, sys.stdout))

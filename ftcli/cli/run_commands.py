@@ -28,6 +28,7 @@ from ftcli.cli.options import (
     for_accelerate,
 )
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.terminal import print_text
 
 
 def evaluate(
@@ -50,7 +51,7 @@ def evaluate(
         launch_arguments=for_accelerate(accelerate_arguments),
     )
     if not launcher.is_launched():
-        print(json.dumps(metrics, indent=1))
+        print_text(json.dumps(metrics, indent=1))
 
 
 def export(
@@ -80,7 +81,7 @@ def export(
     if push is not None:
         from ftcli.reports import push as upload
 
-        print(upload.push(source, push, directory, private=private, **options))
+        print_text(upload.push(source, push, directory, private=private, **options))
         return
     if private:
         raise InputError("--private has no effect without --push", hint="add --push NAME, or remove --private")
@@ -88,7 +89,7 @@ def export(
         raise InputError("there is no folder to export into", hint="name a new one, or upload with --push NAME")
     from ftcli.checkpoint import export
 
-    print(export.export(source, directory, **options))
+    print_text(export.export(source, directory, **options))
 
 
 def generate(
@@ -132,12 +133,12 @@ def generate(
     }
     if as_json:
         for row in generate.generate_rows(target, prompt or (), **options):
-            print(json.dumps(row, ensure_ascii=False), flush=True)
+            print_text(json.dumps(row, ensure_ascii=not terminal.Style.of(sys.stdout).unicode))
     elif sys.stdout.isatty() and len(prompt or ()) == 1 and file is None:
         generate.generate(target, prompt or (), stream=sys.stdout, **options)
     else:
         for number, row in enumerate(generate.generate_rows(target, prompt or (), **options)):
-            print(("\n" if number else "") + terminal.printable(row["answer"], sys.stdout), flush=True)
+            print_text(("\n" if number else "") + terminal.printable(row["answer"], sys.stdout))
 
 
 def chat(
@@ -181,11 +182,11 @@ def show(
     from ftcli.reports import show
     from ftcli.runtime import terminal
 
-    print(terminal.printable("\n".join(show.lines_about(what)), sys.stdout))
+    print_text(terminal.printable("\n".join(show.lines_about(what)), sys.stdout))
 
 
 def version() -> None:
     """Print versions of ftcli and its packages."""
     from ftcli.reports import show
 
-    print("\n".join(show.versions()))
+    print_text("\n".join(show.versions()))

@@ -9,6 +9,7 @@ import typer
 
 from ftcli.cli.options import CpuOption, ProfileOption, RecipeArgument, SetOption, TrustOption
 from ftcli.runtime.log import log_line
+from ftcli.runtime.terminal import print_text
 
 
 def submit(
@@ -63,7 +64,7 @@ def submit(
         dry_run=dry_run,
     )
     if submission.job is None:
-        print(submission.script, end="")
+        print_text(submission.script, end="")
     else:
         log_line(f"written: {submission.path}")
-        print(submission.job)
+        print_text(submission.job)

@@ -19,6 +19,7 @@ from ftcli.cli.options import (
     for_accelerate,
     with_trust,
 )
+from ftcli.runtime.terminal import print_text
 
 
 def trace(
@@ -55,5 +56,5 @@ def trace(
         trust_remote_code=trust_remote_code,
         launch_arguments=for_accelerate(accelerate_arguments),
     )
-    print(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
+    print_text(json.dumps(report.as_dict(), indent=1) if as_json else "\n".join(report.lines()))
     raise typer.Exit(report.exit_code)

@@ -133,10 +133,7 @@ def ineffective_key_problems(
     for rule in RULES:
         if rule.is_ineffective(recipe) and _is_set(recipe, rule.key.split(".")):
             yield _problem(rule.key, rule.reason, rule.hint, where)
-    steps = recipe.schedule.warmup_steps
-    if steps > 1 and steps != int(steps):
-        reason = "after its decimal point: 1 or more is a number of whole steps"
-        yield _problem("schedule.warmup_steps", reason, "write a whole number, or a fraction of the run below 1", where)
+    yield from warmup_problems(recipe, where)
     if task is None:
         return
     if not properties_of(task).reads_text:
@@ -151,6 +148,19 @@ def known_columns(task: TASK_TYPE) -> list[str]:
     if task.columns:
         return [*task.columns, "id"]
     return [*columns_of_kinds(properties_of(task).formats), "id"]
+
+
+def warmup_problems(recipe: Recipe, where: Callable[[Keys], str] = lambda keys: "") -> Iterator[Problem]:
+    """Yield a problem for a number of warm-up steps that is not whole, and would be rounded.
+
+    Args:
+        recipe: The recipe.
+        where: Function that returns the place (`file:line`) of a key path.
+    """
+    steps = recipe.schedule.warmup_steps
+    if steps > 1 and steps != int(steps):
+        reason = "after its decimal point: 1 or more is a number of whole steps"
+        yield _problem("schedule.warmup_steps", reason, "write a whole number, or a fraction of the run below 1", where)
 
 
 def _unknown_columns(recipe: Recipe, where: Callable[[Keys], str], known: list[str]) -> Iterator[Problem]:

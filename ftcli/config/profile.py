@@ -23,6 +23,7 @@ from ftcli.config.yaml_document import Document, Keys, by_place, dump_document, 
 from ftcli.runtime.errors import MOST_PROBLEMS, InputError, Problem, shortened
 from ftcli.runtime.reader_errors import reading, user_path
 from ftcli.runtime.resources import find_file, shipped_files
+from ftcli.runtime.whole_numbers import whole_number
 
 KIND = "accelerate_configs"
 
@@ -294,7 +295,8 @@ def _parse(text: str) -> Any:
     """Return the value that the launcher exported as this text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    return None if text == "None" else int(text) if text.isdigit() else text
+    number = whole_number(text)
+    return None if text == "None" else text if number is None else number
 
 
 def _true(environ: Mapping[str, str], name: str) -> bool:

@@ -16,6 +16,7 @@ import yaml
 
 from ftcli.runtime.errors import InputError, Problem, shortened
 from ftcli.runtime.reader_errors import reason
+from ftcli.runtime.whole_numbers import whole_number
 
 Keys = tuple[str | int, ...]  # keys and list positions from the top of the document
 
@@ -190,8 +191,8 @@ def by_place(problem: Problem) -> tuple[bool, int]:
     Args:
         problem: The problem.
     """
-    line = problem.where.rpartition(":")[2]
-    return not line.isdigit(), int(line) if line.isdigit() else 0
+    line = whole_number(problem.where.rpartition(":")[2])
+    return line is None, line or 0
 
 
 def _compose(text: str, name: str, *, lines: bool = True) -> Any:

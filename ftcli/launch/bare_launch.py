@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.whole_numbers import whole_number
 
 # What torchrun and MPI set for each process; `accelerate launch` sets none of them for a single process.
 RANK_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -47,7 +48,7 @@ def _requested_processes(environ: Mapping[str, str]) -> str:
         words = [part for word in launcher.cmdline() for part in word.split("=", 1)]
         for option, value in zip(words, words[1:], strict=False):
             if option in NUMBER_OPTIONS:
-                return value if value.isdecimal() and int(value) > 1 else ""
+                return value if (whole_number(value) or 0) > 1 else ""
         # Accelerate sets this variable if its configuration file requests more than one process.
         if "MASTER_ADDR" in environ and "MASTER_ADDR" not in launcher.environ():
             return "several"

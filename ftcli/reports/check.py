@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ftcli.config.profile import Profile
     from ftcli.config.recipe import Recipe
     from ftcli.reports.survey import Survey
+    from ftcli.runtime.terminal import Style
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,12 @@ class Report:
             **({} if self.data is None else {"data": self.data.as_dict()}),
         }
 
-    def lines(self) -> list[str]:
-        """Return the report as text, one line per fact."""
+    def lines(self, style: Style | None = None) -> list[str]:
+        """Return the report as text, one line per fact.
+
+        Args:
+            style: Whether the survey of the rows may contain other characters than ASCII; None: it may.
+        """
         plan = self.plan
         unknown = "not known until the rows are prepared (ftcli tokenize, or the first train)"
         rows: dict[str, Any] = {
@@ -78,7 +83,7 @@ class Report:
         }
         width = max(len(name) for name in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows.items()] + [f"note: {note}" for note in self.notes]
-        return lines if self.data is None else [*lines, "", *self.data.lines()]
+        return lines if self.data is None else [*lines, "", *self.data.lines(style)]
 
 
 def check(

@@ -11,6 +11,7 @@ import sys
 
 from ftcli.runtime.process import current_rank
 from ftcli.runtime.redaction import redact
+from ftcli.runtime.terminal import print_text
 
 LOGGER = logging.getLogger("ftcli")
 
@@ -20,7 +21,7 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        print(self.format(record), file=sys.stderr, flush=True)
+        print_text(self.format(record), file=sys.stderr)
 
 
 class _Line(logging.Formatter):

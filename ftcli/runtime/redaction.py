@@ -38,7 +38,9 @@ _SECRET_KEY = re.compile(
     re.IGNORECASE,
 )
 # Prose, such as "password: reset it": a colon, white space and a plain word. A secret of this form is not redacted.
-_WORD = r"(?-i:[A-Z]?(?:[^\W\d_A-Z]|['\u2019-]){0,19}|[A-Z]{1,19})[.,;:!?)]*(?:\s|$)"
+# The word may end a quoted text, a line of JSON or a tag.
+_WORD_END = r"[.,;:!?)\u2026]*(?:\s|$|<|\\[nrt\"]|[\"'\u2019\u201d\u00bb\]})]+[.,;:!?]*(?:\s|$|[\"']))"
+_WORD = rf"(?-i:[A-Z]?(?:[^\W\d_A-Z]|['\u2019-]){{0,19}}|[A-Z]{{1,19}}|[\u2013\u2014\u2026]){_WORD_END}"
 _SCHEME = r"(?:Bearer|Basic|Digest|Negotiate|Token)"
 _SECRET_WORD = r"(?:secret|password|passwd|pwd|passphrase)"
 _SHAPES = [

@@ -5,12 +5,14 @@ rich is not used: its escape function leaves escape sequences in the text (docs/
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
+import sys
 import textwrap
 import unicodedata
 from dataclasses import dataclass
-from typing import TextIO
+from typing import IO, TextIO
 
 JOINERS = "\u200c\u200d"  # without width, and part of how Persian words and composed emoji are written
 
@@ -63,7 +65,27 @@ class Style:
         return "↵\n" if self.unicode else "\\n\n"
 
 
-def printable(text: str, stream: TextIO) -> str:
+def print_text(text: object = "", *, file: TextIO | None = None, end: str = "\n") -> None:
+    """Print text, with characters that the encoding of the stream lacks as escapes, and flush it.
+
+    Args:
+        text: The text, or an object with a text.
+        file: The stream; None is `sys.stdout`.
+        end: What follows the text.
+    """
+    stream = file or sys.stdout
+    letters = stream.encoding or "utf-8"
+    print(str(text).encode(letters, "backslashreplace").decode(letters), end=end, file=stream, flush=True)
+
+
+def replace_what_cannot_be_shown() -> None:
+    """Make the streams of this process escape characters that their encoding lacks, also in texts of libraries."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not the stream of a notebook
+            stream.reconfigure(errors="backslashreplace")
+
+
+def printable(text: str, stream: IO[str]) -> str:
     """Return the output of a model for a stream.
 
     On a terminal, control characters are escaped except tabs and newlines. On all streams, characters that the encoding
@@ -71,7 +93,7 @@ def printable(text: str, stream: TextIO) -> str:
     """
     if stream.isatty():
         text = "\t".join(map(visible, text.split("\t")))
-    letters = stream.encoding or "utf-8"
+    letters = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(letters, "backslashreplace").decode(letters)
 
 

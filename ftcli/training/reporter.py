@@ -23,6 +23,7 @@ from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_RESUME
 from ftcli.runtime.load_monitor import gpu_uuid
 from ftcli.runtime.log import log_line
 from ftcli.runtime.redaction import redact
+from ftcli.runtime.terminal import printable
 
 if TYPE_CHECKING:
     from ftcli.inference.answers import Answer
@@ -119,7 +120,8 @@ class Reporter:
         """
         if self.main and not self.quiet:
             if self.terminal and hasattr(self, "_progress"):
-                self._progress.console.print(f"ftcli: {redact(line)}", highlight=False, markup=False)
+                console = self._progress.console
+                console.print(printable(f"ftcli: {redact(line)}", console.file), highlight=False, markup=False)
             else:
                 log_line(line)
 

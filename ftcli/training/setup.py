@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.final import describe_other_base
 from ftcli.checkpoint.folder import read_state
+from ftcli.config.ineffective_keys import warmup_problems
 from ftcli.config.load import load_recipe
 from ftcli.config.plan import shorten_for_dry_run
 from ftcli.config.recipe import Recipe
@@ -22,6 +23,7 @@ from ftcli.data.revisions import Resolved, resolve
 from ftcli.models.frozen_weights import check_frozen, frozen_digest
 from ftcli.models.positions import check_lengths
 from ftcli.models.token_ids import check_token_ids
+from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import has_ftcli_parent, has_rank
 from ftcli.runtime.process_settings import owns_settings
 from ftcli.runtime.run_folder import RunFolder
@@ -91,6 +93,8 @@ def prepare(
 
     started = _launch_time()
     quiet_libraries()
+    if isinstance(recipe, Recipe) and resume is None and weights is None and (problems := [*warmup_problems(recipe)]):
+        raise InputError(problems)  # a file is checked when it is read
     start = _read_start(recipe, overrides, resume, dry_run=dry_run, anyway=resume_anyway)
     trial = partial(prepare, cpu=cpu)
     config, size_lines = choose_micro_batch_size(start.resolved.recipe, trial, output=output, cpu=cpu, weights=weights)

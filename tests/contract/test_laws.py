@@ -276,3 +276,18 @@ def test_law_9_a_wrong_recipe_ends_with_code_2_before_torch_is_imported(tmp_path
     assert "did you mean 'global_size'" in result.stderr
     assert f"{wrong}:2" in result.stderr
     assert "model is missing" in result.stderr or "'model' is missing" in result.stderr
+
+
+# Their output is read by another process of ftcli, or only in tests.
+NOT_FOR_USERS = ("config/load.py", "launch/torch_probe.py", "testing.py", "runtime/terminal.py")
+
+
+def test_output_goes_through_the_one_function_that_escapes_what_a_stream_lacks() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if str(path.relative_to(PACKAGE)) not in NOT_FOR_USERS
+    ]
+    assert found == [], "use ftcli.runtime.terminal.print_text"

@@ -111,3 +111,8 @@ def test_left_out_losses_of_a_configuration_names_the_key(case: str) -> None:
     config, key = ASKED[case]
     lines = left_out_losses(config)
     assert [f"({key})" in line for line in lines] == [True] * bool(key)
+
+
+def test_prepare_of_a_recipe_object_with_a_fraction_of_warm_up_steps_is_refused(inputs: Path) -> None:
+    with pytest.raises(InputError, match=r"schedule.warmup_steps has no effect after its decimal point"):
+        prepare(cell(inputs, "sft-tied", schedule={"name": "linear", "warmup_steps": 3.9}), cpu=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from ftcli.runtime.errors import nearest
 from ftcli.runtime.machine.facts import Fact, look, ok, wrong
 from ftcli.runtime.machine.variable_names import KNOWN, PREFIXES
+from ftcli.runtime.whole_numbers import whole_number
 
 # Similarity from which a name is a misspelt one. Variables with a known first word may be newer than the list.
 CLOSE_WITH_PREFIX, CLOSE = 0.85, 0.9
@@ -77,13 +78,13 @@ def _is_in_library(name: str) -> bool:
 def _problems(name: str, value: str, cores: int, gpus: int) -> Iterator[Fact]:
     """Yield what a value makes slow, or why it cannot be."""
     if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        first = value.split(",")[0]
-        if not first.isdigit() or int(first) < 1:
+        first = whole_number(value.split(",")[0])
+        if first is None or first < 1:
             yield wrong(name, f"{value!r} is not a number of threads", f"unset it, or set it to 1 to {cores}")
-        elif int(first) > cores:
+        elif first > cores:
             yield look(name, f"{value} threads on {cores} cores", f"unset it, or set it to at most {cores}")
     if name == "CUDA_VISIBLE_DEVICES" and gpus:
-        numbers = [int(item) for item in value.split(",") if item.strip().isdigit()]
+        numbers = [number for item in value.split(",") if (number := whole_number(item)) is not None]
         if missing := [number for number in numbers if number >= gpus]:
             text = f"{value}: there is no GPU {missing[0]}, and CUDA ignores the numbers after it"
             yield wrong(name, text, f"use numbers from 0 to {gpus - 1}")

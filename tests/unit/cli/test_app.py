@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 
 from ftcli._version import __version__
 from ftcli.runtime.environment import PACKAGES
+
+from ...support.cells import cell
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = [
@@ -71,6 +74,8 @@ def test_app_every_command_has_help_for_every_option(command: str) -> None:
         ("train", "r.yaml", "--no-such-option"),
         ("show",),
         ("parity", "r.yaml", "--micro-sizes", "2,x"),
+        ("parity", "r.yaml", "--micro-sizes", "2,\u00b2"),
+        ("parity", "r.yaml", "--num-processes", "9" * 4400),
     ],
 )
 def test_app_with_a_wrong_command_line_exits_with_2_and_writes_to_stderr(arguments: tuple[str, ...]) -> None:
@@ -134,3 +139,36 @@ def test_version_names_the_packages_a_report_needs() -> None:
     lines = run_ftcli("version").stdout.splitlines()
     assert lines[0].split() == ["ftcli", __version__]
     assert [line.split()[0] for line in lines] == list(PACKAGES)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_commands_on_a_stream_that_is_not_utf_8_escape_what_it_lacks(
+    encoding: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ftcli.__main__ import main
+
+    rows = [{"prompt": f"語 {index}", "completion": "\U0001f600" * (1 + index % 3)} for index in range(30)]
+    (tmp_path / "語.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = cell(inputs, "sft-tied", data={"train": str(tmp_path / "語.jsonl"), "max_length": 64})
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.model_dump(mode="json", exclude_unset=True)))
+    commands = (
+        ["check", str(tmp_path / "recipe.yaml"), "--data", "--cpu"],
+        ["preview", str(tmp_path / "recipe.yaml")],
+        ["check", str(tmp_path / "recipe.yaml"), "--set", "output=語", "--set", "語=1"],
+        ["語"],
+    )
+    codes, texts = [], []
+    for arguments in commands:
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
+        monkeypatch.setattr(sys, "stdout", streams[0])
+        monkeypatch.setattr(sys, "stderr", streams[1])
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        codes.append(end.value.code)
+        for stream in streams:
+            stream.flush()
+        texts.append(b"".join(stream.detach().getvalue() for stream in streams).decode(encoding, "replace"))
+    assert codes == [0, 0, 2, 2], texts
+    assert "lengths" in texts[0] and "#####" in texts[0]
+    assert all("\\u8a9e" in text for text in texts[:3])  # click writes UTF-8 if a stream is ASCII
+    assert not any("Traceback" in text for text in texts)

@@ -341,6 +341,14 @@ def test_overrides_follow_the_number_rules_of_a_file_and_make_sections(recipe: P
     assert (loaded.model.name, loaded.output, loaded.evaluate.at_start) == ("a=b", None, True)
 
 
+@pytest.mark.parametrize("key", ["data.drop_last", "seed", "task_options", "9" * 4400])
+@pytest.mark.parametrize("start", ["", "-", "0x", "1e", ".", "a:", "1:", "a: ", "a:\u00b2", "!!int "])
+def test_load_recipe_with_an_override_of_4400_digits_is_refused(key: str, start: str, recipe: Path) -> None:
+    with pytest.raises(InputError) as error:
+        load_recipe(recipe, [f"{key}={start}{'9' * 4400}"])
+    assert f"--set {key[:30]}" in str(error.value) and len(str(error.value)) < 4000
+
+
 def test_load_recipe_with_an_override_of_steps_or_epochs_replaces_the_other(recipe: Path) -> None:
     by_epochs = load_recipe(recipe, ["train.epochs=2"])
     assert (by_epochs.train.max_steps, by_epochs.train.epochs) == (None, 2)

@@ -92,6 +92,8 @@ HARMLESS = [
     "models/sk-slovak-gpt-small-v2, sk-learn-text-classification/rows.jsonl",
     "I lost my password: reset it, please. Password: Forgotten!",
     "The secret: practice. A passphrase:\nfour words; password: don't share it",
+    'the secret: garden\\n, {"text": "The secret: garden","label": 1}, [\'a password: swordfish\'] (my secret: tea)',
+    "<p>The secret: garden</p> said: \u201cthe secret: garden.\u201d The secret: \u2014 patience",
     "Cookie: mix flour and sugar, then bake",
     "Authorization: required for all",
     "Basic Programming, basic JavaScript, Bearer Architecture",

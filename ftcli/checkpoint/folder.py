@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from ftcli.checkpoint.foreign_files import CHECKPOINT_FILES, move_aside, remove_checkpoint
 from ftcli.config.recipe import Recipe
 from ftcli.runtime.checkpoint_names import CHECKPOINTS, COMPLETE, STATE, checkpoints_of, step_of
 from ftcli.runtime.durable_files import sync, write_durably
@@ -34,8 +34,6 @@ FORMAT = 1  # increased when older versions of ftcli can no longer read a checkp
 ABANDONED = "abandoned-"  # prefix of checkpoints after the step of a resume; removed after the next complete checkpoint
 _TEMPORARY = re.compile(r"step-\d{6,}\.tmp")
 _ABANDONED_NAME = re.compile(rf"{ABANDONED}step-\d{{6,}}")
-_FILES = re.compile(r"rank-\d{5}-\d{4,}\.safetensors|\.?(state\.json|COMPLETE)(\.tmp)?")  # files that ftcli writes
-FOREIGN = "not-by-ftcli-"  # prefix for entries of other programs that have the name of a checkpoint
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -161,18 +159,18 @@ def _state_digests(folder: Path) -> list[str]:
 def abandon(run: Path, step: int) -> None:
     """Rename the checkpoints after `step`, so that no later resume uses them, and remove incomplete ones.
 
-    Entries that ftcli did not write are not changed.
+    Entries that ftcli did not write stay. If they are inside of a folder that is removed, they are moved aside.
 
     Args:
         run: The run folder.
         step: The step from which the run resumes.
     """
-    for folder in (run / CHECKPOINTS).glob("*"):
+    for folder in list((run / CHECKPOINTS).glob("*")):
         if _TEMPORARY.fullmatch(folder.name) and _is_folder(folder):
-            shutil.rmtree(folder)
+            remove_checkpoint(folder)
         elif step_of(folder) > step and _is_ours(folder):
             target = folder.with_name(ABANDONED + folder.name)
-            shutil.rmtree(target, ignore_errors=True)
+            remove_checkpoint(target)
             folder.rename(target)
 
 
@@ -204,7 +202,7 @@ def _is_ours(path: Path) -> bool:
     if not _is_folder(path):
         return False
     if step_of(path) >= 0 and not (path / COMPLETE).exists():
-        return all(_FILES.fullmatch(item.name) for item in path.iterdir())
+        return all(CHECKPOINT_FILES.fullmatch(item.name) for item in path.iterdir())
     return step_of(path) >= 0 or any(pattern.fullmatch(path.name) for pattern in (_TEMPORARY, _ABANDONED_NAME))
 
 
@@ -213,7 +211,7 @@ def _remove_earlier(folder: Path) -> None:
     if _is_ours(folder):
         _remove(folder)
     elif folder.exists() or folder.is_symlink():
-        folder.rename(folder.with_name(FOREIGN + folder.name))
+        move_aside(folder)
 
 
 def prune(run: Path, keep: int | None, keep_best: Best | None) -> None:
@@ -230,7 +228,7 @@ def prune(run: Path, keep: int | None, keep_best: Best | None) -> None:
         if folder != best:
             _remove(folder)
     newest = step_of(folders[-1]) if folders else -1
-    for folder in (run / CHECKPOINTS).glob("*"):
+    for folder in list((run / CHECKPOINTS).glob("*")):
         is_half_removed = 0 <= step_of(folder) < newest and not (folder / COMPLETE).exists()
         if (is_half_removed or _ABANDONED_NAME.fullmatch(folder.name)) and _is_ours(folder):
             _remove(folder)
@@ -268,7 +266,7 @@ def folder_size(folder: Path) -> int:
 def _remove(folder: Path) -> None:
     """Remove a checkpoint, COMPLETE first, so that a killed process leaves no folder that looks complete."""
     (folder / COMPLETE).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    remove_checkpoint(folder)
 
 
 def _sha256(path: Path) -> str:

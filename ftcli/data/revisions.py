@@ -57,7 +57,8 @@ def resolve(recipe: Recipe, state: Mapping[str, Any] | None = None) -> Resolved:
     Args:
         recipe: A recipe as the user wrote it, or with commits.
         state: state.json of the checkpoint that a run resumes from. Its commits are used for equal names and revisions,
-            without a request to the hub.
+            without a request to the hub. Its commit of the model is not used if the recipe trusts the model's code: the
+            checkpoint may come from another person, and must not choose the code that runs.
 
     Returns:
         The recipe with commits as revisions. A revision whose commit is unknown does not change.
@@ -70,7 +71,9 @@ def resolve(recipe: Recipe, state: Mapping[str, Any] | None = None) -> Resolved:
 
     def pinned(key: str, section: Any, name: str, kind: str) -> Any:
         revision = section.revision
-        commit = known.get((key, name, revision)) or commit_of(name, revision, kind)
+        runs_code = kind == "model" and recipe.model.trust_remote_code
+        stored = None if runs_code else known.get((key, name, revision))
+        commit = stored or commit_of(name, revision, kind)
         reader = {"reader": READER} if kind == "dataset" else {}
         entries.append({"key": key, "name": name, "revision": revision, "commit": commit, **reader})
         return section if commit is None else section.model_copy(update={"revision": commit})

@@ -12,8 +12,8 @@ layout of a checkpoint folder. This module is independent of the backend.
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import torch
 
 from ftcli.checkpoint.background import run_on_every_rank
 from ftcli.checkpoint.folder import FORMAT, newest_intact, prune, publish, read_state, update_state
+from ftcli.checkpoint.foreign_files import remove_checkpoint
 from ftcli.checkpoint.reader import CheckpointReader
 from ftcli.checkpoint.tensor_files import (
     FileContents,
@@ -236,7 +237,7 @@ def _write(run: Run, folder: Path, state: dict[str, Any], parts: Iterable[Tensor
         if ranks.is_main:
             run_folder.ensure()
             make_folder(temporary.parent)
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_checkpoint(temporary)
             temporary.mkdir()
 
     def write() -> dict[str, Any]:
@@ -260,7 +261,8 @@ def _write(run: Run, folder: Path, state: dict[str, Any], parts: Iterable[Tensor
         run_on_every_rank(ranks, what, finish)
     except (RuntimeError, DiskError) as error:
         if ranks.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
+            with suppress(OSError):
+                remove_checkpoint(temporary)  # the disk may be full
         run_folder.check()
         if isinstance(error, DiskError) and not has_checkpoints(path):
             raise DiskError(error.what, has_checkpoints=False) from error

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.final import PROBE, last_metrics, model_card, write_model
+from ftcli.checkpoint.foreign_files import remove_rewritten, set_aside
 from ftcli.checkpoint.hf_shards import WEIGHT_NAMES
 from ftcli.models.adapter_folder import write_adapter
 from ftcli.models.own_model import probe_tensor
@@ -46,7 +46,7 @@ def save_final(run: Run) -> None:
     is_main, is_adapter = run.hardware.ranks.is_main, run.recipe.adapter.type != "none"
     if is_main:
         run.folder.ensure()
-        shutil.rmtree(temporary, ignore_errors=True)
+        leftovers = [set_aside(temporary)]
     values = run.hardware.parameters(run.model, trained_only=is_adapter)
     if not is_main:
         for _ in values:  # takes part in gathering each one
@@ -68,8 +68,10 @@ def save_final(run: Run) -> None:
             save_file(probe, run.folder.path / PROBE, metadata={"step": str(run.position)})
             sync(run.folder.path / PROBE)
         sync_tree(temporary)
-        shutil.rmtree(run.folder.final, ignore_errors=True)  # of an earlier launch that ended at an earlier step
+        leftovers.append(set_aside(run.folder.final))  # of an earlier launch that ended at an earlier step
         temporary.rename(run.folder.final)
+        for leftover in leftovers:
+            remove_rewritten(leftover, run.folder.final)
         sync(run.folder.path)
 
 

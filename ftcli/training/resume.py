@@ -74,12 +74,23 @@ def find_start(folder: RunFolder, recipe: Recipe, resume: str, *, anyway: bool =
     # Checkpoints without commits store revisions as the user wrote them.
     changes, harmless = recipe_changes(state, resolve(recipe, state).recipe if "resolution" in state else recipe)
     if changes and not anyway:
-        hint = f"set it back, or accept another loss curve with {ANYWAY}"
-        raise InputError([Problem(f"resuming {checkpoint}: {change}", hint=hint) for change in changes])
+        raise InputError(
+            [Problem(f"resuming {checkpoint}: {change}", hint=_hint(change, recipe)) for change in changes]
+        )
     if _logs():
         for change in [*harmless, *changes]:
             log_line(f"resuming with a changed recipe: {change}")
     return checkpoint
+
+
+def _hint(change: str, recipe: Recipe) -> str:
+    """Return what to do about a change of the recipe."""
+    if change.startswith("model.revision:") and recipe.model.trust_remote_code:
+        return (
+            "with trust_remote_code a checkpoint does not choose the commit, whose code runs; if you trust the code of "
+            f"the checkpoint's commit, name it in model.revision, or accept another loss curve with {ANYWAY}"
+        )
+    return f"set it back, or accept another loss curve with {ANYWAY}"
 
 
 def is_done(folder: RunFolder, recipe: Recipe, checkpoint: Path) -> bool:

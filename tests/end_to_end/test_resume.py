@@ -157,11 +157,20 @@ def test_resume_of_a_finished_run_changes_nothing(train: Ftcli, finished: Path) 
 def test_resume_of_a_run_killed_before_its_final_weights_writes_them(
     train: Ftcli, finished: Path, never_stopped: Path
 ) -> None:
-    shutil.rmtree(finished / "final")
+    final, notes = (finished / "final").rename(finished / "final.tmp"), "notes.txt"
+    shutil.copytree(final, finished / "final")
+    half = finished / "checkpoints" / "step-000009.tmp"
+    half.mkdir()
+    for folder in (final, finished / "final", half):
+        (folder / notes).write_text("mine")
     RunFolder(finished).write_status("running", 8, 0)
     code, output = train(finished, "--resume", "auto")
     assert code == 0, output
     assert_same_run(finished, never_stopped)
+    places = [finished / "not-by-ftcli-final.tmp", finished / "not-by-ftcli-final"]
+    for place in [*places, half.with_name(f"not-by-ftcli-{half.name}")]:  # what ftcli did not write is all that is left
+        assert [path.name for path in place.iterdir()] == [notes] and f"it was moved to {place}" in output
+    assert not half.exists() and not (finished / "final" / notes).exists() and not final.exists()
 
 
 def test_resume_of_a_damaged_checkpoint_names_the_file_and_auto_falls_back(

@@ -175,6 +175,32 @@ def test_abandon_leaves_newer_checkpoints_until_the_next_one(tmp_path: Path) -> 
     assert sorted(item.name for item in (tmp_path / "checkpoints").iterdir()) == ["step-000005", "step-000010"]
 
 
+def test_removed_checkpoints_leave_files_that_ftcli_did_not_write(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+
+    def add_notes(*names: str) -> None:
+        for name in names:
+            (place / name / "plots").mkdir(parents=True)
+            (place / name / "plots" / "loss.png").write_text(name)
+
+    for step in (5, 10, 15):
+        write(tmp_path, step)
+    (place / "step-000020.tmp").mkdir()
+    (place / "step-000020.tmp" / DATA).write_text("half")
+    add_notes("step-000005", "step-000010", "step-000015", "step-000020.tmp")
+    for _ in range(2):  # of two resumes, the second moves an abandoned folder over an older one
+        abandon(tmp_path, 10)
+        write(tmp_path, 15)
+        add_notes("step-000015")
+    write(tmp_path, 15)  # replaces an earlier checkpoint of the step
+    prune(tmp_path, 1, None)
+    assert steps(tmp_path) == [15] and not list(place.glob("*.tmp")) and not list(place.glob("abandoned-*"))
+    left = [file.read_text() for file in sorted(place.rglob("loss.png"))]
+    assert sorted(left) == ["step-000005", "step-000010", *["step-000015"] * 3, "step-000020.tmp"]
+    assert all(file.parts[-3].startswith("not-by-ftcli-") for file in place.rglob("loss.png"))
+    assert not list(place.glob(f"not-by-ftcli-*/{DATA}"))
+
+
 def test_size_of_a_folder_with_vanishing_files_succeeds(tmp_path: Path) -> None:
     (tmp_path / "kept").write_bytes(b"12345")
     over = threading.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,11 +18,12 @@ import pytest
 import ftcli as ftcli_package
 from ftcli.__main__ import main
 from ftcli.checkpoint.final import load_plain
-from ftcli.checkpoint.folder import read_state
+from ftcli.checkpoint.folder import read_state, update_state
 from ftcli.checkpoint.verify import RELOAD
 from ftcli.config.load import dump_recipe, load_recipe, load_run_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.trust import check_configs, check_links, check_stored, is_kernel, with_consent
+from ftcli.data.revisions import resolve
 from ftcli.models.load import READ_WEIGHTS, load_model
 from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.environment import describe_environment
@@ -300,6 +302,35 @@ def test_resume_of_a_checkpoint_with_stored_trust_ignores_it(model: Path) -> Non
     state = {"recipe": recipe_of(model).model_dump(mode="json"), "step": 1, "data": {"rows": 4, "fingerprint": ""}}
     assert state["recipe"]["model"]["trust_remote_code"] is True
     assert recipe_changes(state, recipe_of(model, model={"name": str(model)})) == ([], [])
+
+
+def test_resume_with_trusted_model_code_runs_no_commit_that_the_checkpoint_names(
+    tmp_path: Path, own_model: Path, marker: Path, ftcli: Ftcli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can add a commit to a repository on the hub as a pull request."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    own, foreign = "a" * 40, "b" * 40
+    repository = tmp_path / "hub" / "models--org--coded"
+    for commit in (own, foreign):
+        shutil.copytree(own_model, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(own)
+    mine = recipe_of(own_model, model={"name": "org/coded", "trust_remote_code": True})
+    theirs = with_consent(mine, trusted=False).model_copy(deep=True)
+    theirs.model.__dict__["revision"] = foreign
+    run, checkpoint = foreign_run(tmp_path, theirs, own_model)
+    entry = {"key": "model", "name": "org/coded", "revision": None, "commit": foreign}
+    update_state(checkpoint, resolution=[entry])
+    (tmp_path / "mine.yaml").write_text(dump_recipe(mine))
+    for target in (run, checkpoint):
+        code, _, err = ftcli("train", "mine.yaml", "--cpu", "--output", "mine", "--resume", target)
+        assert code == 2 and f"model.revision: '{foreign}' -> '{own}'" in err and "name it in model.revision" in err
+    assert not marker.exists()
+    state = read_state(checkpoint)
+    assert resolve(mine, state).recipe.model.revision == own
+    assert resolve(with_consent(mine, trusted=False), state).recipe.model.revision == foreign  # no code: its weights
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ def test_removed_checkpoints_leave_files_that_ftcli_did_not_write(tmp_path: Path
         add_notes("step-000015")
     write(tmp_path, 15)  # replaces an earlier checkpoint of the step
     prune(tmp_path, 1, None)
-    assert steps(tmp_path) == [15] and not list(place.glob("*.tmp")) and not list(place.glob("abandoned-*"))
+    assert steps(tmp_path) == [15] and not list(place.glob("step-*.tmp")) and not list(place.glob("abandoned-*"))
     left = [file.read_text() for file in sorted(place.rglob("loss.png"))]
     assert sorted(left) == ["step-000005", "step-000010", *["step-000015"] * 3, "step-000020.tmp"]
     assert all(file.parts[-3].startswith("not-by-ftcli-") for file in place.rglob("loss.png"))

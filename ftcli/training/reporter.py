@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import sys
 import time
@@ -24,6 +23,7 @@ from ftcli.runtime.load_monitor import gpu_uuid
 from ftcli.runtime.log import log_line
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.terminal import printable
+from ftcli.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from ftcli.inference.answers import Answer
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from ftcli.training.step import Step
 
 
-NAME_OF_RUN = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}  # tracker -> its key for the name of a run
 SHOWN_ANSWERS = 3  # answers in the log; samples.jsonl has all
 WIDEST = 100  # characters of an answer in the log
-TEXT_TRACKERS = ("tensorboard", "wandb", "trackio")
 STATUS_SECONDS = 0.5  # least time between two updates of status.json, because each replaces the file
 QUIET_SECONDS = 2.0  # least time between plain progress lines, except for the first and the last
 
@@ -50,6 +48,7 @@ class Reporter:
     def __init__(self, run: Run, *, quiet: bool = False) -> None:
         self.run, self.folder = run, run.folder if run.hardware.ranks.is_main else None
         self.main = run.hardware.ranks.is_main
+        self.trackers = Trackers(run)
         self.quiet = quiet
         self.terminal = self.main and not quiet and sys.stderr.isatty()
         self.number = run.first_step
@@ -67,11 +66,7 @@ class Reporter:
                 self.print_line(line)
             if self.folder is not None:
                 self.folder.write_status("running", self.number, 0)
-        if self.run.recipe.log.trackers and self.run.folder is not None:
-            config = {"task": self.run.recipe.task, "model": self.run.recipe.model.name, "seed": self.run.recipe.seed}
-            project = os.environ.get("WANDB_PROJECT", "ftcli")  # Accelerate prefers mlflow's variable
-            names = {tracker: {key: self.run.folder.path.name} for tracker, key in NAME_OF_RUN.items()}
-            self.run.hardware.accelerator.init_trackers(project, config=redact(config), init_kwargs=names)
+        self.trackers.start()
         if self.terminal:
             self._start_progress()
         self.begin_load()
@@ -109,8 +104,7 @@ class Reporter:
             code = EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILED
             with contextlib.suppress(OSError):  # the disk may be full; the original error is raised anyway
                 self.folder.write_status("failed", self.number, code, f"{type(error).__name__}: {error}")
-        if self.run.recipe.log.trackers and self.run.folder is not None:
-            self.run.hardware.accelerator.end_training()
+        self.trackers.end()
 
     def print_line(self, line: str) -> None:
         """Print one line to standard error on the main process.
@@ -205,9 +199,7 @@ class Reporter:
             if time.perf_counter() - self._stated >= STATUS_SECONDS:
                 self._stated = time.perf_counter()
                 self.folder.write_status("running", row["step"], 0)
-        if self.run.recipe.log.trackers and self.run.folder is not None:
-            numbers = {name: value for name, value in row.items() if name not in ("step", "samples")}
-            self.run.hardware.accelerator.log(numbers, step=row["step"])
+        self.trackers.log(row)
 
     def _show(self, row: dict[str, Any], *, last: bool) -> None:
         """Show a row of metrics on the progress bar or as a line."""
@@ -258,10 +250,7 @@ class Reporter:
             if more := len(answers[SHOWN_ANSWERS:]):
                 self.print_line(f"step {step}: {more} more in {self.folder.samples}")
             self.folder.append_samples([{"step": step} | answer.as_dict() for answer in answers])
-            for tracker in self.run.hardware.accelerator.trackers:
-                if tracker.name in TEXT_TRACKERS:
-                    texts = {f"samples/{number}": a.text for number, a in enumerate(answers[:SHOWN_ANSWERS])}
-                    tracker.log(texts, step=step)
+            self.trackers.log_answers(answers[:SHOWN_ANSWERS], step)
 
     def saved(self, step: int, folder: Path | None, seconds: float) -> None:
         """Record a checkpoint that is complete or written in the background.

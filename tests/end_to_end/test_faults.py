@@ -145,10 +145,16 @@ def test_resume_with_policy_rollback_starts_from_the_last_good_step(train: Ftcli
 
 
 def test_rollback_leaves_one_curve_in_the_metrics(train: Ftcli, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     every = "--set=log.every_steps=1"
     assert train(tmp_path / "good", every)[0] == 0
-    code, output = train(tmp_path / "run", every, *policy("rollback"), BAD_IDS=str(ids_of(4)[-1]))
+    tracked = "--set=log.trackers=[tensorboard]"
+    code, output = train(tmp_path / "run", every, tracked, *policy("rollback"), BAD_IDS=str(ids_of(4)[-1]))
     assert code == 0, output
+    events = EventAccumulator(str(tmp_path / "run" / "ftcli"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
     good, curve = losses(tmp_path / "good"), losses(tmp_path / "run")
     assert list(curve) == list(good) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [curve[step] for step in (1, 2, 3)] == [good[step] for step in (1, 2, 3)]

@@ -80,6 +80,16 @@ def test_generate_from_weights_and_checkpoints_gives_the_answers_of_the_run(ftcl
     assert code == 0, err
     assert rows((inputs / "run" / "samples.jsonl").read_text()) == samples  # what was given up is not there twice
     assert [row["step"] for row in rows((inputs / "run" / "samples.abandoned.jsonl").read_text())] == [4] * 4
+    steps: dict[str, list[int]] = {"loss": [], "eval/answer_tokens": [], "samples/0/text_summary": []}
+    for events in sorted((inputs / "run").rglob("events.out.tfevents.*")):
+        events_reader = EventAccumulator(str(events))
+        events_reader.Reload()
+        for kind, read in (("scalars", events_reader.Scalars), ("tensors", events_reader.Tensors)):
+            for tag in steps.keys() & set(events_reader.Tags()[kind]):
+                steps[tag] += [event.step for event in read(tag)]
+    assert steps == {"loss": [1, 2, 3, 4], "eval/answer_tokens": [2, 4], "samples/0/text_summary": [2, 4]}
+    attempts = json.loads((inputs / "run" / "trackers.json").read_text())["attempts"]
+    assert attempts == [{"after_step": 0}, {"after_step": 2}]
 
 
 def test_train_stopped_before_sampling_samples_once_after_the_resume(ftcli: RunCli, inputs: Path) -> None:

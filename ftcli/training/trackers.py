@@ -1,0 +1,181 @@
+"""Send metrics to the trackers of a run, and continue the trackers' own runs after a resume.
+
+Rows after the step of a resume are abandoned and their steps are repeated. TensorBoard's files are cut at that step.
+The other trackers cannot remove rows: each row there has the number of its `attempt`, and the list of attempts says
+after which step each one continued.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.runtime.redaction import redact
+from ftcli.runtime.torn_files import read_object
+
+if TYPE_CHECKING:
+    from ftcli.inference.answers import Answer
+    from ftcli.training.run import Run
+
+
+TRACKERS = "trackers.json"  # in the run folder: the ids of the trackers' runs, and the attempts
+EVENT_FILES = "events.out.tfevents.*"
+NAME_OF_RUN = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}  # tracker -> its key for the name of a run
+ID_OF_RUN = {"wandb": ("WANDB_RUN_ID", "id"), "mlflow": ("MLFLOW_RUN_ID", "run_id")}  # variable and key of the id
+EVALUATION = ("eval/", "samples/")  # prefixes of the names of an evaluation's values
+TEXT_TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+class Trackers:
+    """The trackers of one run, on every rank; only the main process sends anything.
+
+    Args:
+        run: The run. Without a folder it has no trackers.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.names = run, run.recipe.log.trackers if run.folder is not None else []
+        self._attempts: list[dict[str, int]] = []  # with the step after which each one continues
+        self._newest = self._newest_trained = -1  # steps of the newest row and of the newest training row
+
+    def start(self) -> None:
+        """Start the trackers, or continue the runs that an earlier launch of this run started in them."""
+        if not self.names:
+            return
+        run, folder = self.run, self.run.folder
+        assert folder is not None
+        config = {"task": run.recipe.task, "model": run.recipe.model.name, "seed": run.recipe.seed}
+        project = os.environ.get("WANDB_PROJECT", "ftcli")  # Accelerate prefers mlflow's variable
+        names = {tracker: {key: folder.path.name} for tracker, key in NAME_OF_RUN.items()}
+        stored: dict[str, Any] = read_object(folder.path / TRACKERS) or {}
+        self._attempts = [*stored.get("attempts", []), {"after_step": run.first_step}]
+        if run.hardware.ranks.is_main:
+            names["tensorboard"] = _cut_folder(folder.path / project, run.first_step, evaluated=run.is_measured)
+        for tracker, (variable, key) in ID_OF_RUN.items():
+            if tracker in stored and variable not in os.environ:
+                names[tracker] |= {key: stored[tracker]}
+        if "wandb" in stored:
+            names["wandb"] |= {"resume": "allow"}
+        if "trackio" in stored:
+            names["trackio"] |= {"resume": "allow"}  # by its name
+        is_known = all(tracker in stored for tracker in self.names)  # TensorBoard adds a run for each configuration
+        run.hardware.accelerator.init_trackers(project, config=None if is_known else redact(config), init_kwargs=names)
+        if run.hardware.ranks.is_main:
+            self._record(stored)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Send a row of metrics.
+
+        Args:
+            row: Values by name, and `step`.
+        """
+        if not self.names:
+            return
+        is_training = "loss" in row
+        if row["step"] < self._newest or (is_training and row["step"] == self._newest_trained):  # after a roll-back
+            self._continue_after(self.run.first_step)
+        self._newest = row["step"]
+        if is_training:
+            self._newest_trained = row["step"]
+        self._send({name: value for name, value in row.items() if name not in ("step", "samples")}, row["step"])
+
+    def log_answers(self, answers: list[Answer], step: int) -> None:
+        """Send answers to prompts to the trackers that show texts."""
+        self._send({f"samples/{number}": answer.text for number, answer in enumerate(answers)}, step, TEXT_TRACKERS)
+
+    def end(self) -> None:
+        """End the trackers."""
+        if self.names:
+            self.run.hardware.accelerator.end_training()
+
+    def _send(self, values: dict[str, Any], step: int, names: tuple[str, ...] = ()) -> None:
+        """Send values to all trackers, or to those in `names`."""
+        attempt = len(self._attempts)
+        for tracker in self.run.hardware.accelerator.trackers:
+            if names and tracker.name not in names:
+                continue
+            if tracker.name == "tensorboard":
+                tracker.log(values, step=step)
+            elif tracker.name == "wandb":  # it drops rows whose step is not larger than the last one
+                tracker.log(values | {"step": step, "attempt": attempt}, step=step if attempt == 1 else None)
+            else:
+                tracker.log(values | {"attempt": attempt}, step=step)
+
+    def _continue_after(self, step: int) -> None:
+        """Cut or mark the rows after a step, to which the run was rolled back."""
+        self._attempts.append({"after_step": step})
+        self._newest = self._newest_trained = -1
+        for tracker in self.run.hardware.accelerator.trackers:
+            if tracker.name == "tensorboard":
+                folder = Path(tracker.logging_dir)
+                tracker.writer.close()
+                tracker.writer = type(tracker.writer)(str(folder), **_cut_folder(folder, step))
+        assert self.run.folder is not None
+        self._record(read_object(self.run.folder.path / TRACKERS) or {})
+
+    def _record(self, stored: dict[str, Any]) -> None:
+        """Write the ids of the trackers' runs and the attempts into the run folder and to the trackers."""
+        assert self.run.folder is not None
+        ids: dict[str, Any] = dict.fromkeys(self.names)
+        texts = [f"{number}: after step {each['after_step']}" for number, each in enumerate(self._attempts, 1)]
+        for tracker in self.run.hardware.accelerator.trackers:
+            if tracker.name == "wandb":
+                ids["wandb"] = tracker.run.id
+                tracker.run.define_metric("*", step_metric="step")
+                tracker.run.config.update({"attempts": texts}, allow_val_change=True)
+            elif tracker.name == "mlflow":
+                import mlflow
+
+                ids["mlflow"] = tracker.active_run.info.run_id
+                mlflow.set_tag("ftcli.attempts", "; ".join(texts))
+        self.run.folder.write_json(TRACKERS, stored | ids | {"attempts": self._attempts})
+
+
+def _cut_folder(folder: Path, step: int, *, evaluated: bool = True) -> dict[str, Any]:
+    """Remove the events after a step from TensorBoard's files in a folder; `evaluated` as for `cut_events`.
+
+    Returns:
+        Arguments of the new writer. With them a TensorBoard that has read the files forgets these events as well.
+    """
+    last = step if step else -1  # from step 0 the evaluation at the start is repeated too
+    files = sorted(folder.glob(EVENT_FILES))
+    for path in files:
+        cut_events(path, last, evaluated=evaluated)
+    return {"purge_step": last + 1} if files else {}
+
+
+def cut_events(path: Path, last: int, *, evaluated: bool = True) -> None:
+    """Remove the events after a step from an event file of TensorBoard; the file is replaced only if there are any.
+
+    Args:
+        path: The file: records of length, checksum, event, checksum.
+        last: The last step that stays.
+        evaluated: Whether evaluations and answers of that step stay.
+    """
+    content, kept, start = path.read_bytes(), bytearray(), 0
+    while start + 12 <= len(content):
+        (size,) = struct.unpack_from("<Q", content, start)
+        end = start + 12 + size + 4
+        if end > len(content):  # a kill left half of a record
+            break
+        step, names = _read_event(content[start + 12 : end - 4])
+        is_evaluation = any(name.startswith(EVALUATION) for name in names)
+        if not names or step < last or (step == last and (evaluated or not is_evaluation)):
+            kept += content[start:end]
+        start = end
+    if len(kept) < len(content):
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(kept)
+        temporary.replace(path)
+
+
+def _read_event(data: bytes) -> tuple[int, list[str]]:
+    """Return (step, names of the values) of a serialised event."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+    except ImportError:
+        from tensorboardX.proto.event_pb2 import Event
+    event = Event.FromString(data)
+    return int(event.step), [value.tag for value in event.summary.value]

@@ -1,0 +1,77 @@
+"""A resumed run continues the run of its tracker, and what was abandoned is cut off or marked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import accelerate.tracking
+import pytest
+from accelerate.utils import LoggerType
+
+import ftcli
+from ftcli.training.checkpointing import save_checkpoint
+
+from ..support.cells import cell
+
+
+class StandInRun:
+    """A run of Weights & Biases: its arguments and rows. Like the real one it drops rows of an earlier step."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments, self.id = arguments, arguments.get("id", "of-the-first-launch")
+        self.rows: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {}
+        self.axis = ""
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert name == "*"
+        self.axis = step_metric
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        self.rows.append({"passed": step} | values)
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+class Config(dict[str, Any]):
+    def update(self, values: dict[str, Any], *, allow_val_change: bool) -> None:  # type: ignore[override]
+        assert allow_val_change
+        super().update(values)
+
+
+def test_resumed_run_continues_its_run_in_wandb_and_marks_what_was_abandoned(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[StandInRun] = []
+    module: Any = ModuleType("wandb")
+
+    def init(**arguments: Any) -> StandInRun:
+        runs.append(StandInRun(**arguments))
+        runs[-1].config = Config()
+        return runs[-1]
+
+    module.init, module.config = init, Config()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.WANDB])
+    recipe, folder = cell(inputs, "sft-tied", train={"max_steps": 4}, log={"trackers": ["wandb"]}), tmp_path / "run"
+    run = ftcli.prepare(recipe, cpu=True, output=folder)
+    for step in ftcli.steps(run):
+        if step.number == 2:
+            checkpoint = save_checkpoint(run, 2)
+        if step.number == 3:
+            break
+    again = ftcli.prepare(recipe, cpu=True, output=folder, resume=checkpoint)
+    losses = [step.loss for step in ftcli.steps(again)]
+    first, second = runs
+    assert "id" not in first.arguments and first.arguments["name"] == "run" and first.axis == "step"
+    assert [(row["step"], row["passed"], row["attempt"]) for row in first.rows] == [(n, n, 1) for n in (1, 2, 3)]
+    assert (second.arguments["id"], second.arguments["resume"]) == (first.id, "allow")
+    rows = [(row["step"], row["passed"], row["attempt"], row["loss"]) for row in second.rows]
+    assert rows == [(3, None, 2, losses[0]), (4, None, 2, losses[1])]  # with a step, wandb would drop the first one
+    assert second.config["attempts"] == ["1: after step 0", "2: after step 2"]
+    assert json.loads((folder / "trackers.json").read_text())["wandb"] == first.id

@@ -13,6 +13,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
+from ftcli.data.chat.foreign_text import require_own_text
 from ftcli.data.chat.hints import RefusedConversation, suggest_fixes
 from ftcli.data.chat.message_checks import checked_messages, turn_weights
 from ftcli.data.chat.rendering import Messages, Refusals, Template
@@ -242,6 +243,7 @@ def _find_spans(
         text = template.render(turns, tools)
         spans = {index: [span] for index, span in find_turns(template, turns, tools, text, selected).items()}
     _require_shown(turns, text)
+    require_own_text(template, turns, tools, text, spans)
     return text, spans
 
 
@@ -270,7 +272,6 @@ def _select_turns(
             raise RowError(
                 f"message {index + 1} of the assistant is empty; give the message a text, or exclude it from "
                 "training with `train: false`"
-                "`train: false`"
             )
         selected.append(index)
     return selected

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ftcli.data.chat.foreign_text import KIND
 from ftcli.data.chat.rendering import Messages, Template
 from ftcli.data.chat.template_variables import WITH_EACH, texts_of, variables_of
 from ftcli.data.chat.training_templates import TrainingTemplate, training_templates
@@ -26,6 +27,7 @@ MOST_FIXES = 3  # fixes in one message
 FALLBACKS = {  # reason -> fix if no other fix works
     "no end": "use a template that ends every answer with a token (task_options.chat_template)",
     "left out": "use a template that includes it (task_options.chat_template)",
+    KIND: "use a template that writes it outside of the turn (task_options.chat_template)",
 }
 DEFAULT_FALLBACK = "use a template whose prompts are prefixes of the conversation (task_options.chat_template)"
 
@@ -66,16 +68,17 @@ def suggest_fixes(template: Template, refused: RefusedConversation, error: Untra
     """
     shape = (error.kind, *refused.shape())
     if shape not in template.fixes:
-        tries = _tries(template, refused, error.index, attempt)
+        tries = _tries(template, refused, error, attempt)
         template.fixes[shape] = [fix for fix, run in tries if _works(run)][:MOST_FIXES]
     return ", or ".join(template.fixes[shape]) or FALLBACKS.get(error.kind, DEFAULT_FALLBACK)
 
 
 def _tries(
-    template: Template, refused: RefusedConversation, index: int, attempt: Attempt
+    template: Template, refused: RefusedConversation, error: UntrainableTurn, attempt: Attempt
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield (fix, function that raises `RowError` if the fix does not work)."""
     turns, tools, selected = refused.turns, refused.tools, refused.selected
+    index, kind = error.index, error.kind
 
     def with_template(make: Callable[..., Template], *args: Any) -> Callable[[], Any]:
         def run() -> None:
@@ -96,6 +99,10 @@ def _tries(
         options = f", with data.chat_template_kwargs: {_shown(needed)}" if needed else ""
         fix = f"use ftcli's training template for this format (task_options.chat_template: {shipped.name}{options})"
         yield fix, with_template(_with_source, template, shipped.source, needed)
+    if kind in (KIND, "no end") and turns[index].get("tool_calls") and turns[index].get("content"):
+        alone = [turn | {"content": ""} if number == index else turn for number, turn in enumerate(turns)]
+        fix = "remove the text of the message, which has tool calls too"
+        yield fix, partial(attempt, template, alone, tools, selected)
     last = len(turns) - 1
     if refused.train_on == "assistant" and last in selected and len(selected) > 1:
         fix = "train on the last answer only (task_options.train_on: last)"

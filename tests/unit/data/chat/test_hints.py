@@ -30,6 +30,7 @@ TEMPLATE, LAST = r"task_options\.chat_template: (\w+)", "train on the last answe
 VARIABLES = r"data\.chat_template_kwargs: (\{[^}]*\})"
 UNTRAINED = "set `train: false` on the message"
 ROWS = "set task_options.train_on: last, and write one row for every answer, which ends with that answer"
+NO_TEXT = "remove the text of the message, which has tool calls too"
 HINTED = {
     ("glm4_moe", "two answers"): ["glm4_moe"],
     ("deepseek_r1", "an answer without the thinking that the prompt opens"): ["deepseek_r1"],
@@ -42,6 +43,7 @@ HINTED = {
     ],
     ("qwen3_5", "two answers"): ["qwen3_5", LAST, ROWS],
     ("qwen3_6", "two answers"): ["{preserve_thinking: true}", "qwen3_5", LAST],
+    ("results_in_the_turn", "a call with text, and its result"): [NO_TEXT, LAST, ROWS],
     ("gpt_oss", "two answers: the first would be taught to go on after its end"): [LAST, ROWS, UNTRAINED],
     ("qwen3", "thinking before the last answer, which the template drops"): [LAST, ROWS, UNTRAINED],
     ("qwen3", "thinking switched off, and an answer that thinks"): [
@@ -74,6 +76,8 @@ def encode_with_hint(case: Case, hint: str) -> list[str]:
         rows = [case.messages[: end + 1] for end in ends]
     if hint.startswith("set `train: false`"):
         rows = [[{**message, "train": False} if number == 1 else message for number, message in enumerate(rows[0])]]
+    if hint == NO_TEXT:
+        rows = [[{**message, "content": ""} if number == 1 else message for number, message in enumerate(rows[0])]]
     return [
         brackets(tokenizer, *encode.encode_conversation(tokenizer, row, tools=case.tools, **options)) for row in rows
     ]

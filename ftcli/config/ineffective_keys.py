@@ -146,7 +146,7 @@ def ineffective_key_problems(
 def known_columns(task: TASK_TYPE) -> list[str]:
     """Return the names of all columns that rows of a shipped task may have."""
     if task.columns:
-        return [*task.columns, "id"]
+        return [*task.columns, *properties_of(task).optional_columns, "id"]
     return [*columns_of_kinds(properties_of(task).formats), "id"]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.task_registry import find_task, is_custom_task, tasks_where
+from ftcli.data.column_names import with_usual_names
 from ftcli.data.formats import convert
 from ftcli.data.paths import local_path
 from ftcli.data.sources import FIRST_CHARACTERS, rename_columns, require_columns
@@ -72,8 +73,10 @@ def check_first_rows(recipe: Recipe) -> None:
 
 def _check_rows(recipe: Recipe, task: Any, source: Source, path: Path) -> None:
     """Check the first rows of one file."""
-    columns = recipe.data.columns_of(source)
-    rows = [rename_columns(row, columns) for row in islice(_rows(path), CHECKED_ROWS)]
+    raw = list(islice(_rows(path), CHECKED_ROWS))
+    present = {name for row in raw for name in row}
+    columns = with_usual_names(task, recipe.data.columns_of(source), present, where=str(path))
+    rows = [rename_columns(row, columns) for row in raw]
     if rows and task.columns:
         require_columns(list(dict.fromkeys(key for row in rows for key in row)), task.columns, str(path))
     bad = [(number, reason) for number, row in enumerate(rows, start=1) if (reason := _fault(task, row))]

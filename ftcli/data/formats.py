@@ -75,8 +75,9 @@ def recognise(columns: Collection[str], kinds: Sequence[str], where: str) -> Row
 
 def text_columns(task: Any) -> set[str]:
     """Return the columns of a task that always hold text, even if the text looks like a number."""
-    kinds = properties_of(task).formats
-    return set(columns_of_kinds(kinds)) | set(getattr(task, "text_columns", ()))
+    properties = properties_of(task)
+    usual = {stored for names in properties.usual_names for stored in names.values()}
+    return set(columns_of_kinds(properties.formats)) | set(getattr(task, "text_columns", ())) | usual
 
 
 def convert(row: Row, kinds: Sequence[str]) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ftcli.data.column_names import described_columns, unused_columns, with_usual_names
 from ftcli.data.formats import described, recognise, text_columns
 from ftcli.data.label_names import check_class_names, decode_class_names
 from ftcli.data.paths import labels_of
@@ -42,7 +44,7 @@ class SourceRows:
     split: str
     label: str
     path: str
-    format: str  # detected format of the rows; empty if the task has fixed columns
+    format: str  # detected format of the rows, for a task without fixed columns, and columns that are not used
     rows: Dataset
     indices: NDArray[np.int64]  # `[selected rows]`
     passes: int = 1  # passes over the selected rows in an epoch
@@ -80,9 +82,10 @@ def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) 
         if streams:
             rows = first_rows(source, columns, most_bad=data.max_bad_rows)
         else:
-            rows = read_rows(source, columns, text_columns(task))
+            complete = partial(with_usual_names, task, where=redact(source.path))
+            rows = read_rows(source, columns, text_columns(task), complete)
         label = f"{label} (the first rows of the stream)" if streams else label
-        description = ""
+        description = described_columns(task, rows.column_names) if unused_columns(task, rows.column_names) else ""
         if kinds := properties_of(task).formats:
             with _explain_inherited_formats(type(task)):
                 row_format = recognise(rows.column_names, kinds, f"data.{split}: {source.path}")

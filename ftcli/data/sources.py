@@ -10,7 +10,7 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -242,13 +242,19 @@ def no_images(folder: Path) -> InputError:
     return InputError(f"{folder.absolute()} contains no images", hint=EXPECTED)
 
 
-def read_rows(source: Source, columns: dict[str, str], text: Collection[str] = ()) -> Dataset:
+def read_rows(
+    source: Source,
+    columns: dict[str, str],
+    text: Collection[str] = (),
+    complete: Callable[[dict[str, str], list[str]], dict[str, str]] | None = None,
+) -> Dataset:
     """Return every row of a source, with columns renamed to what the task expects.
 
     Args:
         source: File, folder, asset or name on the hub.
         columns: Name the task expects -> name in the source.
         text: Columns, by the names the task expects, whose fields in a table stay text even if they look like numbers.
+        complete: Returns `columns` with further names, for (columns, columns of the source).
 
     Returns:
         The rows.
@@ -262,6 +268,7 @@ def read_rows(source: Source, columns: dict[str, str], text: Collection[str] = (
     rows = read_hub(source, text_names) if path is None else _read_local(path, text_names)
     if len(rows) == 0:
         raise InputError(f"{source.path} has no rows")
+    columns = columns if complete is None else complete(columns, rows.column_names)
     require_columns(rows.column_names, columns.values(), source.path)
     renamed = set(columns.values())
     rows = rows.remove_columns([n for n in columns if n in rows.column_names and n not in renamed and columns[n] != n])

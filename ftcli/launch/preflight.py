@@ -132,9 +132,9 @@ def local_model_type(name: str) -> str | None:
 
 
 def describe_formats(recipe: Recipe) -> dict[str, str]:
-    """Return the row format of each source, recognised from its first row.
+    """Return the row format or the columns of each source, recognised from its first row, and what is not used.
 
-    The result is empty for tasks without formats and for a user's own task, which is not imported here.
+    The result is empty for a user's own task, which is not imported here.
 
     Returns:
         Descriptions by name of the source, such as "data.train".
@@ -143,25 +143,36 @@ def describe_formats(recipe: Recipe) -> dict[str, str]:
         InputError: The columns of a source match no format of the task.
     """
     from ftcli.config.task_registry import find_task, is_custom_task
+    from ftcli.data.column_names import described_columns, with_usual_names
     from ftcli.data.formats import described, recognise
     from ftcli.data.paths import labels_of
     from ftcli.data.sources import first_columns
     from ftcli.data.streaming.corpus import columns_of_stream
 
     descriptions: dict[str, str] = {}
-    if is_custom_task(recipe.task) or not (kinds := properties_of(find_task(recipe.task).Task).formats):
+    if is_custom_task(recipe.task):
         return descriptions
+    task = find_task(recipe.task).Task
+    kinds = properties_of(task).formats
     for split, sources in (("train", recipe.data.train_sources), ("eval", recipe.data.eval_sources)):
         for source, label in zip(sources, labels_of(sources), strict=True):
             name = f"data.{split}" + (f" {label}" if len(sources) > 1 else "")
             is_stream = split == "train" and recipe.data.streaming
             read_columns = columns_of_stream if is_stream else first_columns
             stored_columns = read_columns(source, most_bad=recipe.data.max_bad_rows)
+            if stored_columns is None and not kinds:
+                continue
             if stored_columns is None:
                 descriptions[name] = f"{source.path}: format unknown until rows are prepared"
                 continue
-            expected_names = {stored: expected for expected, stored in recipe.data.columns_of(source).items()}
+            mapped = recipe.data.columns_of(source)
+            if not is_stream:
+                mapped = with_usual_names(task, mapped, stored_columns, where=f"data.{split}: {source.path}")
+            expected_names = {stored: expected for expected, stored in mapped.items()}
             columns = [expected_names.get(column, column) for column in stored_columns]
+            if not kinds:
+                descriptions[name] = f"{source.path}: {described_columns(task, columns)}"
+                continue
             row_format = recognise(columns, kinds, f"data.{split}: {source.path}")
             descriptions[name] = f"{source.path}: {described(row_format, columns)}"
     return descriptions

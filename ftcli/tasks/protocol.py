@@ -91,7 +91,7 @@ class Task(Protocol):
     To compute without the adapter, use `with ftcli.disable_adapter(model):` in `loss` or `eval_step`.
 
     Example:
-        # my_task.py: text classification with label smoothing
+        # my_task.py
         import torch
         from ftcli.tasks import text_classification
         from ftcli.tasks.text_classification import Options as Options
@@ -111,7 +111,7 @@ class Task(Protocol):
     # Optional: file_columns: tuple[str, ...], columns of prepared rows with paths of files that `collate` reads. The
     # contents of these files are part of the data fingerprint, their sizes and times are part of the cache key.
     # Optional: text_columns: tuple[str, ...], columns whose fields stay text in a table (.csv, .tsv), even digits.
-    # Optional: metric_names: tuple[str, ...], the keys of `metrics`. A recipe with another metric is then an error.
+    # Optional: metric_names: tuple[str, ...], the keys of `metrics`; another metric in a recipe is an error.
     # Optional: the attributes of `TaskProperties` below, which other modules read without importing torch.
     # Optional: encode_rows(rows, facts) -> list[list[Row] | RowError], the results of `encode` for many rows, faster.
     # Optional: describe_rows(facts) -> list[str], log lines about the training rows.
@@ -130,13 +130,10 @@ class Task(Protocol):
         """Return a text that changes whenever `encode` could return another result for the same row."""
 
     def survey(self, rows: Dataset) -> dict[str, Any]:
-        """Return properties of the training set on which rows and model depend, such as label names.
+        """Return JSON values by name on which rows and model depend, such as label names.
 
         Args:
-            rows: The task's columns of all sources. For a task without columns, the rows of one source per call.
-
-        Returns:
-            JSON values by name.
+            rows: The task's columns of all training sources. Without columns, the rows of one source per call.
         """
 
     def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
@@ -309,20 +306,23 @@ class TaskProperties:
 
     Attributes:
         formats: Kinds of rows (data/formats.py) that a task without `columns` recognises.
+        optional_columns: Columns that rows of a task with `columns` may have besides.
+        usual_names: Column -> name in public data sets, for sources with such names only (data/column_names.py).
         reads_text: Whether rows are text. Otherwise keys of the recipe for texts are errors.
         needs_tokenizer: Whether the folder of a local model must have a tokenizer.
         uses_vocabulary_logits: Whether the loss needs logits over the whole vocabulary, for the estimate of memory.
-        answers_per_row: Usual number of documents of at most `data.max_length` tokens in a prepared row, for estimates.
-            A prepared row with several has the columns `sides`, their number, and `longest`, the tokens of the longest.
+        answers_per_row: Usual number of documents of at most `data.max_length` tokens in a prepared row. A prepared row
+            with several has the columns `sides`, their number, and `longest`, the tokens of the longest.
         makes_several_rows: Whether a row may become several although it is not split.
         default_truncation: The value of `data.truncation: null`: truncate, drop or split.
         starting_recipe: Sections of the recipe that `ftcli init` writes, where they differ from its general values.
         pipeline_tag: The name of the task in a model card. Default: by `auto_class`.
-        adapter_task_type: peft's name of the task in the files of an adapter, if training leaves it out
-            (`peft_type = None`). Default: by `auto_class`.
+        adapter_task_type: peft's name of the task in adapters if `peft_type` is None. Default: by `auto_class`.
     """
 
     formats: tuple[str, ...] = ()
+    optional_columns: tuple[str, ...] = ()
+    usual_names: tuple[Mapping[str, str], ...] = ()
     reads_text: bool = True
     needs_tokenizer: bool = False
     uses_vocabulary_logits: bool = False

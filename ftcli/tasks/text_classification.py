@@ -23,6 +23,7 @@ from ftcli.tasks.shared.problem_types import (
     metric_names_of,
     problem_of,
 )
+from ftcli.tasks.shared.text_pairs import PAIR_COLUMN, USUAL_NAMES, collate_segments, takes_segments, tokenize_texts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +43,9 @@ class Task:
 
     item: Literal["token", "sample"] = "sample"
     columns: tuple[str, ...] = ("text", "label")
-    text_columns: tuple[str, ...] = ("text", "label")  # label_columns.py decides which labels are numbers
+    optional_columns: tuple[str, ...] = (PAIR_COLUMN,)
+    usual_names = USUAL_NAMES
+    text_columns: tuple[str, ...] = ("text", PAIR_COLUMN, "label")  # label_columns.py decides which labels are numbers
     auto_class = "AutoModelForSequenceClassification"
     peft_type: str | None = None
     pipeline_tag = "text-classification"
@@ -70,6 +73,7 @@ class Task:
         if self.problem.terms is not None:  # other modules look for this attribute
             self.terms = self.problem.terms
         self.tokenizer = load_tokenizer(recipe.model)
+        self.segments = True  # whether the model may take them; `finish_model` decides
 
     def fingerprint(self) -> str:
         """Return a digest of the tokenizer."""
@@ -86,22 +90,19 @@ class Task:
     def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
         """Return one prepared row, {"input_ids", "target", "items"}, or none if it is too long and dropped.
 
-        A text that is truncated to data.max_length still ends with its special token.
+        A text that is truncated to data.max_length still ends with its special token. A row with two texts also has
+        `token_type_ids`, if the tokenizer tells the texts apart.
 
         Raises:
             RowError: The row has no text, or the label is unknown.
         """
-        text = as_text(row["text"])
-        if not isinstance(text, str) or not text.strip():
-            raise RowError("has no text")
-        target, length = self._target(row, facts), self.recipe.data.max_length
-        ids = self.tokenizer(text, verbose=False)["input_ids"]
-        if len(ids) <= length:
-            return [{"input_ids": ids, "target": target, "items": 1}]
-        if self.recipe.data.truncation == "drop":
+        texts = [_text_of(row, name) for name in ("text", PAIR_COLUMN) if name == "text" or name in row]
+        target = self._target(row, facts)
+        tokens, is_cut = tokenize_texts(self.tokenizer, texts, self.recipe.data.max_length)
+        if is_cut and self.recipe.data.truncation == "drop":
             return []
-        ids = self.tokenizer(text, truncation=True, max_length=length)["input_ids"]
-        return [{"input_ids": ids, "target": target, "items": 1, "cut": True}]
+        prepared = {**tokens, "target": target, "items": 1}
+        return [prepared | {"cut": True}] if is_cut else [prepared]
 
     def _target(self, row: Row, facts: dict[str, Any]) -> Any:
         """Return the index of a row's label, for each class whether the row has it, or a number."""
@@ -125,7 +126,11 @@ class Task:
         return load_model(self.auto_class, self.recipe, **head, **kwargs)
 
     def finish_model(self, model: nn.Module) -> None:
-        """Set the padding token in the configuration, because a decoder classifies at the last token before padding."""
+        """Set the padding token in the configuration, because a decoder classifies at the last token before padding.
+
+        Models that do not tell two texts of a row apart get no `token_type_ids`.
+        """
+        self.segments = takes_segments(model)
         model.config.pad_token_id = self.tokenizer.pad_token_id  # type: ignore[union-attr]
 
     def blank(self, row: Row) -> Row:
@@ -133,11 +138,12 @@ class Task:
         return row | {"target": blank_target(row["target"]), "items": 0}
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return `input_ids` and `attention_mask` `[B, T]` and `targets` `[B]`, int64, on the host."""
+        """Return `input_ids`, `attention_mask` and perhaps `token_type_ids` `[B, T]` and `targets` `[B]`, int64."""
         ids = [list(row["input_ids"]) for row in rows]
         return {
             "input_ids": pad(ids, self.tokenizer.pad_token_id),
             "attention_mask": attention_mask([len(row) for row in ids]),
+            **(collate_segments(self.tokenizer, rows) if self.segments else {}),
             "targets": collate_targets(rows),
         }
 
@@ -168,3 +174,11 @@ class Task:
     def probe(self, batch: Batch) -> Batch:
         """Return the arguments with which the plain model computes logits."""
         return {name: value for name, value in batch.items() if name != "targets"}
+
+
+def _text_of(row: Row, name: str) -> str:
+    """Return a text of a row; raise `RowError` if there is none."""
+    text = as_text(row[name])
+    if not isinstance(text, str) or not text.strip():
+        raise RowError("has no text" if name == "text" else f"has no {name}, the second text of the row")
+    return text

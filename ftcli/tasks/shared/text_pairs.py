@@ -1,0 +1,88 @@
+"""Tokenize one or two texts as one row, without reading much more of a long text than the row can hold."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ftcli.tasks.protocol import Batch, Row
+from ftcli.tasks.shared.batches import pad
+
+PAIR_COLUMN = "text_pair"
+# Names of two text columns in public data sets, such as those of GLUE, SuperGLUE, XNLI and PAWS.
+USUAL_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("question", "context"),
+    ("query", "passage"),
+    ("sentence_a", "sentence_b"),
+    ("sentence_A", "sentence_B"),
+    ("sentence_1", "sentence_2"),
+    ("text_a", "text_b"),
+    ("text1", "text2"),
+    ("text_1", "text_2"),
+)
+USUAL_NAMES = tuple({"text": first, PAIR_COLUMN: second} for first, second in USUAL_PAIRS)
+SEGMENTS = "token_type_ids"
+CHARACTERS_PER_TOKEN = 32  # of the beginning of a long text that is tokenized first; more follow if that is too few
+
+
+def tokenize_texts(tokenizer: Any, texts: list[str], length: int) -> tuple[Row, bool]:
+    """Tokenize one text, or two as the tokenizer joins them.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        texts: One or two texts.
+        length: The most tokens of a row. A longer row still ends with its special token.
+
+    Returns:
+        ({"input_ids"}, with "token_type_ids" for two texts if the tokenizer tells them apart; whether it was cut).
+    """
+    heads = [_head(tokenizer, text, length) for text in texts]
+    if heads != texts and len(texts) == 2 and all(head != text for head, text in zip(heads, texts, strict=True)):
+        # Of two long texts, the longer one gets the odd token.
+        heads = texts
+    encoded = tokenizer(*heads, verbose=False)
+    is_cut = len(encoded["input_ids"]) > length
+    if is_cut:
+        encoded = tokenizer(*heads, truncation=True, max_length=length)
+    row = {"input_ids": encoded["input_ids"]}
+    if len(texts) == 2 and any(encoded.get(SEGMENTS) or ()):
+        row[SEGMENTS] = encoded[SEGMENTS]
+    return row, is_cut
+
+
+def _head(tokenizer: Any, text: str, length: int) -> str:
+    """Return a part of a text that has more than `length` tokens, and the first `length` in common with the text.
+
+    The part is doubled until the longer one has the same first tokens. A tokenizer that cuts texts on the left gets a
+    part from the end.
+    """
+    size, is_left = CHARACTERS_PER_TOKEN * length, tokenizer.truncation_side == "left"
+    before: list[int] | None = None
+    while 2 * size < len(text):
+        part = text[-size:] if is_left else text[:size]
+        ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        kept = ids[-length - 1 :] if is_left else ids[: length + 1]
+        if before is not None and len(kept) > length and before == kept:
+            return part
+        before, size = kept, 2 * size
+    return text
+
+
+def collate_segments(tokenizer: Any, rows: list[Row]) -> Batch:
+    """Return {"token_type_ids"} `[B, T]` int64 if a row has them, with zeros for rows of one text; else nothing."""
+    if all(row.get(SEGMENTS) is None for row in rows):
+        return {}
+    segments = [list(row.get(SEGMENTS) or [0] * len(row["input_ids"])) for row in rows]
+    return {SEGMENTS: pad(segments, tokenizer.pad_token_type_id)}
+
+
+def takes_segments(model: Any) -> bool:
+    """Return whether a model tells the parts of a row apart by `token_type_ids`."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kinds = getattr(base.config, "type_vocab_size", None)
+    return SEGMENTS in inspect.signature(base.forward).parameters and (kinds is None or kinds > 1)

@@ -20,11 +20,12 @@ from ftcli.data.cache_key import key_parts, named_paths, possible_paths, rows_fo
 from ftcli.data.cached_counts import FORMAT, READER, counts_file, data_settings
 from ftcli.data.encode import Counts, encode_source, usable_processors
 from ftcli.data.fingerprints import digest_rows, file_digest, fingerprint
+from ftcli.data.image_folders import folder_digest
 from ftcli.data.merge import merge_sources
 from ftcli.data.mixture import SourceRows, describe_source, read_sources, survey_sources
 from ftcli.data.packing import Bins, lengths_of, pack_rows, row_capacity
 from ftcli.data.paths import local_path
-from ftcli.data.sources import check_source, folder_digest
+from ftcli.data.sources import check_source
 from ftcli.data.streaming.corpus import corpus_digest, stream_content
 from ftcli.data.streaming.lanes import BAD_ROW_HINT
 from ftcli.runtime.durable_files import sync, sync_tree

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.data.cache_key import ftcli_digest, rows_folder, task_code
 from ftcli.data.fingerprints import file_digest
+from ftcli.data.image_folders import folder_digest
 from ftcli.data.paths import local_path, model_folder
-from ftcli.data.sources import folder_digest
 from ftcli.runtime.resources import cache_root
 from ftcli.runtime.torn_files import read_object
 

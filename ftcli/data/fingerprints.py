@@ -174,8 +174,8 @@ def _legacy_settings(sources: Any) -> Any:
 
 def _legacy_content(source: Source) -> Any:
     """Return the identifier of a source with prepared rows in the old formula."""
+    from ftcli.data.image_folders import image_files
     from ftcli.data.paths import local_path
-    from ftcli.data.sources import image_files
 
     path = local_path(source.path)
     if path is None:

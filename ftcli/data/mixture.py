@@ -16,8 +16,9 @@ import numpy as np
 
 from ftcli.data.column_names import described_columns, unused_columns, with_usual_names
 from ftcli.data.formats import described, recognise, text_columns
+from ftcli.data.image_folders import list_images
 from ftcli.data.label_names import check_class_names, decode_class_names
-from ftcli.data.paths import labels_of
+from ftcli.data.paths import labels_of, local_path
 from ftcli.data.row_counts import no_training_rows_error
 from ftcli.data.sampler import hold_out_rows, sample_rows
 from ftcli.data.sources import is_table, read_rows
@@ -86,6 +87,9 @@ def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) 
             rows = read_rows(source, columns, text_columns(task), complete)
         label = f"{label} (the first rows of the stream)" if streams else label
         description = described_columns(task, rows.column_names) if unused_columns(task, rows.column_names) else ""
+        path = local_path(source.path)
+        if path is not None and path.is_dir() and not streams:
+            description = list_images(path).describe()
         if kinds := properties_of(task).formats:
             with _explain_inherited_formats(type(task)):
                 row_format = recognise(rows.column_names, kinds, f"data.{split}: {source.path}")

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.data.image_folders import image_files
 from ftcli.data.paths import local_path
-from ftcli.data.sources import image_files
 from ftcli.data.streaming.lanes import DOCUMENTS_PER_ROW, ROWS_PER_FILE
 
 if TYPE_CHECKING:

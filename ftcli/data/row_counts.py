@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.plan import derive_steps
+from ftcli.data.image_folders import walk_images
 from ftcli.data.paths import local_path
-from ftcli.data.sources import FIRST_CHARACTERS, walk_images
+from ftcli.data.sources import FIRST_CHARACTERS
 from ftcli.data.text_files import EmptyLine, json_objects, parse_rows
 from ftcli.runtime.errors import InputError, RowError
 

@@ -7,17 +7,14 @@ file and, if possible, the row number. `datasets` is imported inside functions, 
 from __future__ import annotations
 
 import codecs
-import hashlib
-import json
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ftcli.data.cache_key import file_state
 from ftcli.data.hub_data import read_hub
 from ftcli.data.hub_files import find_hub_files
+from ftcli.data.image_folders import check_image_folder, image_files
 from ftcli.data.paths import FORMATS, RELATIVE, local_path, similar_names
 from ftcli.data.streaming.line_reader import text_rows
 from ftcli.data.streaming.remote_files import is_address
@@ -32,9 +29,6 @@ if TYPE_CHECKING:
 
 
 FIRST_CHARACTERS = 2**20  # characters or bytes of a JSON file that are read to find its first rows
-MOST_OTHERS = 10_000  # allowed number of files in a folder of images that are not images
-EXPECTED = "expected one sub-folder per label with image files in it"
-IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
 def first_columns(source: Source, *, most_bad: int = 0) -> list[str] | None:
@@ -97,8 +91,7 @@ def check_source(source: Source, columns: dict[str, str], *, most_bad: int = 0) 
         return
     require_file(path)
     if path.is_dir():
-        if next(walk_images(path), None) is None:
-            raise no_images(path)
+        check_image_folder(path)
     elif path.suffix not in FORMATS:
         known = ", ".join(FORMATS)
         raise InputError(f"{path} has no known data format", hint=f"known: {known}, or a folder of images")
@@ -150,96 +143,6 @@ def rename_columns(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str,
     renamed = set(columns.values())
     other = {name: value for name, value in row.items() if name not in renamed and name not in columns}
     return other | {expected: row[name] for expected, name in columns.items() if name in row}
-
-
-def image_files(folder: Path) -> list[tuple[Path, str]]:
-    """List the images below a folder, sorted by path.
-
-    Args:
-        folder: Folder with one sub-folder per label.
-
-    Returns:
-        (file, label) of each image. The label is the name of the file's folder.
-
-    Raises:
-        InputError: The folder cannot be listed, contains no images, or contains mostly other files.
-    """
-    paths = sorted(walk_images(folder))
-    if not paths:
-        raise no_images(folder)
-    return [(path, path.parent.name) for path in paths]
-
-
-def walk_images(folder: Path) -> Iterator[Path]:
-    """Yield the images in the sub-folders of a folder, in the order of the file system.
-
-    Hidden files and folders such as `.ipynb_checkpoints` are left out. Links to folders and images are followed.
-
-    Args:
-        folder: Folder with one sub-folder per label.
-
-    Raises:
-        InputError: A folder cannot be listed, a link leads to a folder that contains it, the path of an image is not
-            UTF-8 text, or most of many files are not images. The last limit stops the listing of a folder such as `/`.
-    """
-
-    def fail(error: OSError) -> None:
-        raise InputError(f"cannot be listed: {reason(error)}", where=str(error.filename))
-
-    images = others = 0
-    for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in folders:
-            _check_link(folder, Path(parent, name))
-        for name in names:
-            if name.startswith("."):
-                continue
-            if os.path.splitext(name)[1].lower() not in IMAGES:
-                others += 1
-            elif parent != str(folder):
-                images += 1
-                yield _utf8_path(parent, name)
-        if others > MOST_OTHERS and others > images:
-            raise InputError(
-                f"{folder.absolute()} is not a folder of images: {images:,} of its first {images + others:,} files "
-                "are images",
-                hint=EXPECTED,
-            )
-
-
-def _check_link(top: Path, folder: Path) -> None:
-    """Raise `InputError` for a link below `top` to a folder above the link, because listing would never end."""
-    if not folder.is_symlink():
-        return
-    target, parent = folder.resolve(), folder
-    while parent != top:
-        parent = parent.parent
-        if parent.resolve().is_relative_to(target):
-            raise InputError(f"links to {target}, which contains it", where=str(folder), hint="remove the link")
-
-
-def _utf8_path(folder: str, name: str) -> Path:
-    """Return the path of a file; raise `InputError` if it is not UTF-8 text, because tables store text only."""
-    path = Path(folder, name)
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise InputError("the name of this image is not UTF-8 text", where=str(path), hint="rename it") from None
-    return path
-
-
-def folder_digest(folder: Path) -> str:
-    """Return a digest of the paths, sizes and times of all images in a folder.
-
-    The images are not read; see `file_state`. A dangling link is reported when rows are prepared.
-    """
-    listing = [(str(file.absolute()), label, *file_state(file)) for file, label in image_files(folder)]
-    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-
-
-def no_images(folder: Path) -> InputError:
-    """Return the error for a folder without images in its sub-folders."""
-    return InputError(f"{folder.absolute()} contains no images", hint=EXPECTED)
 
 
 def read_rows(

@@ -18,7 +18,7 @@ from ftcli.config.profile import load_profile
 from ftcli.config.recipe_inputs import Source
 from ftcli.config.yaml_document import MOST_DEPTH, parse_document, parse_value, read_document
 from ftcli.data.hub_data import explain_hub_errors
-from ftcli.data.sources import image_files, walk_images
+from ftcli.data.image_folders import image_files, walk_images
 from ftcli.data.streaming.corpus import Renamed
 from ftcli.data.streaming.lanes import Corpus
 from ftcli.runtime.errors import MOST_PROBLEMS, InputError, Problem, RunError, nearest
@@ -222,7 +222,7 @@ def test_image_files_of_a_folder_that_holds_other_things_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Listing `/` took a minute."""
-    monkeypatch.setattr("ftcli.data.sources.MOST_OTHERS", 20)
+    monkeypatch.setattr("ftcli.data.image_folders.MOST_OTHERS", 20)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "1.png").touch()
     assert image_files(tmp_path) == [(tmp_path / "a" / "1.png", "a")]

@@ -21,7 +21,8 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_inputs import Source
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.data.cached_counts import cached_row_counts
-from ftcli.data.sources import folder_digest, image_files, read_rows
+from ftcli.data.image_folders import folder_digest, image_files
+from ftcli.data.sources import check_source, read_rows
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.build import build_task
 from ftcli.tasks.shared.images import check_image, find_image, load_image
@@ -168,6 +169,55 @@ def test_image_files_with_an_undecodable_name_is_refused(tmp_path: Path) -> None
         read_rows(Source(path=str(folder)), {})
 
 
+def tree(folder: Path, *files: str) -> Path:
+    """Write images, and other files where the name has another ending."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(WHOLE["png"] if name.endswith(".png") else b"x")
+    return folder
+
+
+SUCH_AS = "name the folder of one split, such as data.train: "
+
+
+def test_image_files_label_is_the_first_folder_however_deep_an_image_is(tmp_path: Path) -> None:
+    names = ("cat/indoor/1.png", "cat/outdoor/far/2.png", "dog/indoor/3.png", "dog/4.png", "train/5.png")
+    found = image_files(tree(tmp_path, *names))
+    assert [(path.name, label) for path, label in found] == [
+        *(("1.png", "cat"), ("2.png", "cat"), ("4.png", "dog"), ("3.png", "dog"), ("5.png", "train"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "found", "hint"),
+    [
+        (("train/cat/1.png", "train/dog/2.png", "test/cat/3.png"), ("test", "train"), SUCH_AS + "{}/train; its"),
+        (("Train/cat/1.png", "Val/cat/3.png"), ("Train", "Val"), SUCH_AS + "{}/Train; its"),
+        (("train/cat/1.png", "cat/2.png"), ("train",), SUCH_AS + "{}/train; its"),
+        (
+            ("all/train/a/1.png", "all/test/a/2.png"),
+            ("all/test", "all/train"),
+            SUCH_AS + "{}/all/train; its",
+        ),
+        (("cat/train/1.png", "cat/test/2.png"), ("cat/test", "cat/train"), "give each split a folder of its own"),
+        (("train/1.png", "test/2.png"), ("test", "train"), "give each split a folder of its own"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_image_files_of_a_folder_with_splits_is_refused(
+    names: tuple[str, ...], found: tuple[str, ...], hint: str, tmp_path: Path
+) -> None:
+    folder = tree(tmp_path, *names)
+    with pytest.raises(InputError, match="contains folders of splits, whose images would be mixed") as error:
+        image_files(folder)
+    (problem,) = error.value.problems
+    assert problem.what.endswith(": " + ", ".join(str(folder / name) for name in found))
+    assert str(problem.hint).startswith(hint.format(folder))
+    if found[0].count("/") == 0:
+        with pytest.raises(InputError, match="contains folders of splits"):  # before all images are listed
+            check_source(Source(path=str(folder)), {})
+
+
 def change_a_pixel(path: Path) -> None:
     """Change a byte of an image without changing its size and modification time."""
     times, content = path.stat(), bytearray(path.read_bytes())
@@ -220,6 +270,17 @@ def test_prepare_rows_of_broken_images_reports_or_skips_them(model: Path, tmp_pa
     Image.new("RGB", (4, 4)).save(folder / "b" / "new.png")
     assert cached_row_counts(recipe) is None  # the plan was of another folder
     assert len(prepared(recipe).train) == 7
+
+
+def test_prepare_rows_logs_files_of_an_image_folder_that_are_not_used_by_reason(model: Path, tmp_path: Path) -> None:
+    names = ("top.png", "a/.DS_Store", ".cache/b/c.png", "a/x.HEIC", "read.me", "b/plain", "none/x", "a/deep/1.png")
+    folder = tree(images(tmp_path / "images"), *names)
+    (line,) = prepared(recipe_of(model, folder)).log_lines
+    assert line.startswith(
+        "data.train images: a folder per label (not used: .heic files: 1, .me files: 1, hidden files: 2, "
+        "images outside of a label's folder: 1, other files: 2; folders without images: none; "
+        "images of deeper folders, with the label of the first folder: 1), "
+    )
 
 
 def table_of_images(folder: Path, suffix: str) -> Path:

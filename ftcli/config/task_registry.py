@@ -7,12 +7,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ftcli.runtime.errors import InputError, nearest
+from ftcli.runtime.opened_files import files_of_task, recording
 from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.resources import PACKAGE
 from ftcli.tasks.protocol import TaskProperties, properties_of
@@ -33,6 +35,15 @@ def _task_names() -> tuple[str, ...]:
 def is_custom_task(name: str) -> bool:
     """Return whether a task's name is a file or module of the user, and not a shipped task."""
     return "/" in name or "." in name
+
+
+def recording_task(name: str) -> AbstractContextManager[None]:
+    """Return a context that records the files which a custom task opens: prepared rows depend on them.
+
+    Args:
+        name: Name of a task. Files of a shipped task are not recorded.
+    """
+    return recording(files_of_task(name)) if is_custom_task(name) else nullcontext()
 
 
 def find_task(name: str) -> ModuleType:
@@ -166,7 +177,8 @@ def _from_module(name: str) -> ModuleType:
 def _import(task: str, module: str, load: Callable[[], object]) -> None:
     """Run an import of the user's code, and convert its exceptions into `InputError`."""
     try:
-        load()
+        with recording_task(task):
+            load()
     except Exception as error:
         sys.modules.pop(module, None)
         raise InputError(f"task '{task}' cannot be imported: {type(error).__name__}: {error}") from error

@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.config.task_registry import is_custom_task, recording_task
 from ftcli.data.cache_key import key_parts, named_paths, possible_paths, rows_folder, store_paths
 from ftcli.data.cached_counts import FORMAT, READER, counts_file, data_settings
 from ftcli.data.encode import Counts, encode_source, usable_processors
@@ -30,11 +31,14 @@ from ftcli.data.streaming.corpus import corpus_digest, stream_content
 from ftcli.data.streaming.lanes import BAD_ROW_HINT
 from ftcli.runtime.durable_files import sync, sync_tree
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.opened_files import files_of_task
 from ftcli.runtime.process import local_rank
 from ftcli.runtime.resources import cache_root
 from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from datasets import Dataset
     from numpy.typing import NDArray
@@ -106,10 +110,11 @@ def prepare_rows(recipe: Recipe, task: Task) -> PreparedRows:
         with FileLock(lock):
             folder = rows_folder(key, names_files=names_files)
             if not _is_complete(folder):
-                folder = _build(recipe, task, key, folder)
+                folder = _build(recipe, task, key, None if is_custom_task(recipe.task) else folder)
     while folder is None or not _is_complete(folder):  # local rank 0 builds; if it fails, the launcher ends all ranks
         time.sleep(0.1)
-        folder = folder or rows_folder(key, names_files=names_files)
+        if folder is None or is_custom_task(recipe.task):  # which files it reads is known when the rows are built
+            folder = rows_folder(key, names_files=names_files)
     rows = _add_order_data(recipe, task, _open(folder), folder)
     if local_rank() == 0:
         _store_counts(recipe, rows, {"key": key, "folder": folder.name} if names_files else {})
@@ -122,7 +127,12 @@ def _is_complete(folder: Path | None) -> bool:
 
 
 def _names_files(recipe: Recipe, task: Task) -> bool:
-    """Return whether rows may name files. If all sources are folders of images, their key has the images' state."""
+    """Return whether rows depend on files that are known only once rows are prepared.
+
+    A custom task may read any file. If all sources are folders of images, the key of the rows has the images' state.
+    """
+    if is_custom_task(recipe.task):
+        return True
     sources = recipe.data.train_sources + recipe.data.eval_sources
     paths = [local_path(source.path) for source in sources]
     return bool(getattr(task, "file_columns", ())) and not all(path is not None and path.is_dir() for path in paths)
@@ -183,7 +193,7 @@ def _build(recipe: Recipe, task: Task, key: str, folder: Path | None) -> Path:
         files = {split: temporary / f"{split}.arrow" for split in meta["rows"]}
         if folder is None:
             paths = (path for file in files.values() for path in named_paths(file, columns))
-            store_paths(key, chain(paths, unusable))
+            store_paths(key, chain(paths, unusable, _read_by_task(recipe)))
             folder = rows_folder(key, names_files=True)
             assert folder is not None
         # The files are read after their state, so that a later change gives another folder.
@@ -198,13 +208,26 @@ def _build(recipe: Recipe, task: Task, key: str, folder: Path | None) -> Path:
     return folder
 
 
+def _read_by_task(recipe: Recipe) -> Iterable[str]:
+    """Return the files that a custom task has read; raise `InputError` for one that has changed since."""
+    files = files_of_task(recipe.task)
+    if changed := files.changed():
+        raise InputError(
+            f"{changed[0]} has changed since task {recipe.task} read it",
+            hint="start again; in a notebook, restart the kernel, because the task may hold the old contents",
+        )
+    return files.inputs()
+
+
 def _build_in(folder: Path, recipe: Recipe, task: Task) -> tuple[dict[str, Any], list[str]]:
     """Write train.arrow and eval.arrow into a new folder.
 
     Returns:
         The content of its meta.json without digests, and all texts of unusable rows of a task that reads files.
     """
-    parts, facts = survey_sources(task, read_sources(recipe, task))
+    parts = read_sources(recipe, task)
+    with recording_task(recipe.task):
+        parts, facts = survey_sources(task, parts)
     meta: dict[str, Any] = {"rows": {}, "facts": facts, "labels": {}, "log_lines": [], "counts": [], "tokens": 0}
     unusable: list[str] = []
     bad = 0
@@ -214,7 +237,8 @@ def _build_in(folder: Path, recipe: Recipe, task: Task) -> tuple[dict[str, Any],
         if getattr(task, "file_columns", ()):
             unusable += possible_paths(part.rows, (row for row, _ in counts.bad))
         meta["log_lines"] += describe_source(part, counts, recipe.data)
-        meta["counts"].append({"of": part.split, "label": part.label, **asdict(counts)})
+        numbers = {name: value for name, value in asdict(counts).items() if name != "opened"}
+        meta["counts"].append({"of": part.split, "label": part.label, **numbers})
         meta["tokens"] += counts.tokens
     for split in SPLITS:
         sources = {folder / f"part-{n}": part for n, part in enumerate(parts) if part.split == split}
@@ -237,6 +261,7 @@ def _encode(recipe: Recipe, task: Task, part: SourceRows, facts: dict[str, Any],
         title=part.path,
         most_bad=most_bad,
         processes=usable_processors(),
+        files=files_of_task(recipe.task) if is_custom_task(recipe.task) else None,
     )
     if len(counts.bad) > most_bad:
         number, reason = counts.bad[0]
@@ -258,6 +283,8 @@ def _encode(recipe: Recipe, task: Task, part: SourceRows, facts: dict[str, Any],
 
 def _content_key(recipe: Recipe, task: Task) -> str:
     """Return the cache key of a recipe's rows. It changes whenever a prepared row could change."""
+    with recording_task(recipe.task):
+        identity = task.fingerprint()
     parts = {
         "format": FORMAT,
         "reader": READER,
@@ -267,7 +294,7 @@ def _content_key(recipe: Recipe, task: Task) -> str:
             for source in recipe.data.train_sources
         ],
         "eval": [_source_digest(source) for source in recipe.data.eval_sources],
-        "task": task.fingerprint(),
+        "task": identity,
         **key_parts(recipe, task),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

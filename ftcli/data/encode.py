@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.data.table_nulls import absent_keys
 from ftcli.data.task_encoders import check_encoders, encode_rows
 from ftcli.runtime.log import log_line
+from ftcli.runtime.opened_files import OpenedFiles, recording
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
@@ -61,6 +62,7 @@ class Counts:
     untrained_cut: int = 0  # shortened rows without trainable tokens
     weightless: int = 0  # rows with weight 0
     bad: list[tuple[int, str]] = field(default_factory=list)  # (row number from 0, error)
+    opened: list[OpenedFiles] = field(default_factory=list)  # by a custom task, one for each chunk
 
     def add(self, other: Counts) -> None:
         """Add the counts of other rows of the source."""
@@ -78,6 +80,7 @@ def encode_source(
     title: str,
     most_bad: int,
     processes: int,
+    files: OpenedFiles | None = None,
 ) -> Counts:
     """Encode rows with a task, and write the documents into Arrow files of at most `CHUNK` rows, in order.
 
@@ -92,6 +95,7 @@ def encode_source(
         title: Name of the source for the progress display.
         most_bad: Allowed number of unusable rows.
         processes: Number of processes for many rows.
+        files: Receives the files that a custom task opens.
 
     Returns:
         Counts of the encoded rows.
@@ -100,18 +104,28 @@ def encode_source(
         RuntimeError: A process failed. The message contains its traceback.
     """
     folder.mkdir(parents=True)
+    nothing = contextlib.nullcontext()
     if len(indices):
-        check_encoders(task, _rows_at(rows, indices[:1])[0], facts)
+        with nothing if files is None else recording(files):
+            check_encoders(task, _rows_at(rows, indices[:1])[0], facts)
     bounds = [0, *range(BATCH, len(indices), CHUNK), len(indices)]
     chunks = len(bounds) - 1
 
     def work(number: int) -> Counts:
-        return _encode_chunk(task, rows, indices[slice(*bounds[number : number + 2])], facts, _path(folder, number))
+        some, opened = indices[slice(*bounds[number : number + 2])], OpenedFiles()
+        with nothing if files is None else recording(opened):
+            counts = _encode_chunk(task, rows, some, facts, _path(folder, number))
+        counts.opened = [] if files is None else [opened]
+        return counts
 
     total = Counts()
     with _progress(title, len(indices)) as advance, _garbage_collection_frozen():
         in_parallel = len(indices) >= PARALLEL_FROM and processes > 1
         for counts in _in_processes(work, chunks, processes) if in_parallel else map(work, range(chunks)):
+            for opened in counts.opened:
+                assert files is not None
+                files.add(opened)
+            counts.opened = []
             total.add(counts)
             advance(counts.rows)
             if len(total.bad) > most_bad:

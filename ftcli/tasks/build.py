@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftcli.config.task_registry import find_task
+from ftcli.config.task_registry import find_task, is_custom_task, recording_task
 from ftcli.models.kernels.document_attention import check_attention
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.opened_files import files_of_task, imported_files
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -36,5 +37,9 @@ def build_task(recipe: Recipe) -> Task:
     if problems:
         raise InputError(problems)
     check_attention(recipe, module.Task)
-    task: Task = module.Task(recipe, options)
+    with recording_task(recipe.task):
+        task: Task = module.Task(recipe, options)
+    if is_custom_task(recipe.task):
+        read = files_of_task(recipe.task).read
+        read |= dict.fromkeys(imported_files(module) - read.keys())
     return task

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ftcli.config.plan import Plan, derive_plan
+from ftcli.config.task_registry import recording_task
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.runtime.process import world_size
 from ftcli.tasks.shared.metric_names import check_metric
@@ -58,7 +59,8 @@ def prepare_data(recipe: Recipe, *, trains: bool, dry_run: bool) -> PreparedData
     task = build_task(recipe)
     if trains:
         check_metric(recipe, type(task))
-    prompts = encode_prompts(recipe, task)
+    with recording_task(recipe.task):
+        prompts = encode_prompts(recipe, task)
     rows = prepare_rows(recipe, task)
     if trains:
         check_metric(recipe, type(task), rows.labels.get("eval", []))

@@ -183,6 +183,62 @@ def test_fingerprint_with_an_edited_task_and_what_it_imports_from_its_folder_are
     assert edited.folder != rows.folder and edited.fingerprint != rows.fingerprint
 
 
+LABELLED_TASK = """
+import json
+from pathlib import Path
+
+from base_of_tasks import Base
+from ftcli.tasks import sft
+from ftcli.tasks.sft import Options as Options
+
+WORDS = json.loads(Path("words.json").read_text())
+
+
+class Task(Base, sft.Task):
+    def encode(self, row, facts):
+        with open("ending.txt") as file:
+            ending = file.read()
+        row = row | {"completion": self.change(WORDS[row["completion"]]) + ending}
+        return super().encode(row, facts)
+"""
+
+
+@pytest.mark.parametrize("rows", [3, pytest.param(5000, marks=pytest.mark.slow)], ids=["one process", "several"])
+def test_prepare_rows_of_a_task_notices_changed_files_and_a_base_class_of_another_folder(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    (folder / "elsewhere").mkdir()
+    base = folder / "elsewhere" / "base_of_tasks.py"
+    base.write_text("class Base:\n    def change(self, text): return text\n")
+    monkeypatch.syspath_prepend(str(base.parent))
+    (folder / "labelled.py").write_text(LABELLED_TASK)
+    (folder / "words.json").write_text('{"a": "one"}')
+    (folder / "ending.txt").write_text(".")
+    write(folder / "rows.jsonl", [{"prompt": "p", "completion": "a"}] * rows)
+    recipe = recipe_of(model, {"train": "rows.jsonl"}, task="./labelled.py", task_options={"chat": "never"})
+
+    def text() -> tuple[str, Path]:
+        for name in ("base_of_tasks", f"{FROM_FILE}labelled"):  # as in a new process
+            sys.modules.pop(name, None)
+        found = prepared(recipe)
+        assert cached_row_counts(recipe) == {"train": rows}
+        return build_task(recipe).tokenizer.decode(found.train[0]["input_ids"]), found.folder
+
+    first, place = text()
+    assert "pone." in first and text() == (first, place)
+    for path, content, expected in (
+        (folder / "words.json", '{"a": "four"}', "pfour."),
+        (folder / "ending.txt", "!", "pfour!"),
+        (base, "class Base:\n    def change(self, text): return text.upper()\n", "pFOUR!"),
+    ):
+        path.write_text(content)
+        assert cached_row_counts(recipe) is None
+        assert expected in text()[0]
+    (folder / "words.json").write_text('{"a": "three"}')
+    with pytest.raises(InputError, match=r"words\.json has changed since task \./labelled\.py read it"):
+        prepared(recipe)  # the module holds the old words
+
+
 def test_task_code_follows_imports_in_the_tasks_own_folder_only(folder: Path) -> None:
     for name, text in {
         "task.py": "import json, os.path\nfrom lib import part\ndef f():\n    import late\n",

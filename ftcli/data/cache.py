@@ -228,7 +228,15 @@ def _build_in(folder: Path, recipe: Recipe, task: Task) -> tuple[dict[str, Any],
     parts = read_sources(recipe, task)
     with recording_task(recipe.task):
         parts, facts = survey_sources(task, parts)
-    meta: dict[str, Any] = {"rows": {}, "facts": facts, "labels": {}, "log_lines": [], "counts": [], "tokens": 0}
+    meta: dict[str, Any] = {
+        "rows": {},
+        "facts": facts,
+        "labels": {},
+        "log_lines": [],
+        "counts": [],
+        "tokens": 0,
+        "notes": [],
+    }
     unusable: list[str] = []
     bad = 0
     for number, part in enumerate(parts):
@@ -240,6 +248,7 @@ def _build_in(folder: Path, recipe: Recipe, task: Task) -> tuple[dict[str, Any],
         numbers = {name: value for name, value in asdict(counts).items() if name != "opened"}
         meta["counts"].append({"of": part.split, "label": part.label, **numbers})
         meta["tokens"] += counts.tokens
+        meta["notes"] += [[f"data.{part.split} {part.label}: {what}", hint] for what, hint in part.notes]
     for split in SPLITS:
         sources = {folder / f"part-{n}": part for n, part in enumerate(parts) if part.split == split}
         if sources:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,26 @@ def name_of(value: Any, *, keep: Iterable[str] = ()) -> str | None:
 def number_name(text: str) -> str | None:
     """Return the name of a number that is written as text, for instance "1" for "1.0"; None if it is not a number."""
     return name_of(Decimal(text)) if NUMBER.fullmatch(text) else None
+
+
+def similar_names(names: Iterable[str]) -> list[list[str]]:
+    """Return groups of names that differ only in case, in white space or in how a number is written, each sorted.
+
+    Args:
+        names: The names.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        letters = unicodedata.normalize("NFKC", name).casefold()
+        visible = "".join(letter for letter in letters if not letter.isspace() and unicodedata.category(letter) != "Cf")
+        groups.setdefault(number_name(visible) or visible, []).append(name)
+    return [sorted(group) for group in groups.values() if len(group) > 1]
+
+
+def joined_groups(groups: Sequence[Sequence[str]], most: int = 5) -> str:
+    """Return groups of names as text for a message: "'a' and 'A'; 'b' and ' b'"."""
+    shown = "; ".join(" and ".join(map(repr, group)) for group in groups[:most])
+    return shown + (f"; and {len(groups) - most:,} more" if len(groups) > most else "")
 
 
 def same_labels(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from ftcli.data.column_names import described_columns, unused_columns, with_usual_names
 from ftcli.data.formats import described, recognise, text_columns
 from ftcli.data.image_folders import list_images
-from ftcli.data.label_names import check_class_names, decode_class_names
+from ftcli.data.label_names import check_class_names, decode_class_names, joined_groups, similar_names
 from ftcli.data.paths import labels_of, local_path
 from ftcli.data.row_counts import no_training_rows_error
 from ftcli.data.sampler import hold_out_rows, sample_rows
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from ftcli.tasks.protocol import Task
 
 
+Note = tuple[str, str]  # (what was found, what to do)
+
+
 @dataclass(frozen=True)
 class SourceRows:
     """The rows of one source in one split."""
@@ -51,6 +54,7 @@ class SourceRows:
     passes: int = 1  # passes over the selected rows in an epoch
     last: NDArray[np.int64] | None = None  # indices of the rows in the last pass; None for all
     is_table: bool = False  # the rows come from files whose fields have no type
+    notes: tuple[Note, ...] = ()  # what a user should know about the labels of the rows
 
 
 def read_sources(recipe: Recipe, task: Task) -> list[SourceRows]:
@@ -122,8 +126,8 @@ def survey_sources(task: Task, parts: list[SourceRows]) -> tuple[list[SourceRows
     from datasets import concatenate_datasets
 
     if uses_variant(type(task), "survey_parts", "survey"):
-        surveyed: tuple[list[SourceRows], dict[str, Any]] = task.survey_parts(parts)  # type: ignore[attr-defined]
-        return surveyed
+        parts, found = task.survey_parts(parts)  # type: ignore[attr-defined]
+        return _with_similar_names(parts, found), found
     check_class_names([(f"data.{part.split} {part.path}", part.rows) for part in parts], task.columns)
     training = [part.rows.select(part.indices) for part in parts if part.split == "train"]
     if task.columns and len(training) > 1:
@@ -135,7 +139,18 @@ def survey_sources(task: Task, parts: list[SourceRows]) -> tuple[list[SourceRows
     facts: dict[str, Any] = {}
     for rows in training:
         facts |= task.survey(rows)
-    return parts, facts
+    return _with_similar_names(parts, facts), facts
+
+
+def _with_similar_names(parts: list[SourceRows], facts: dict[str, Any]) -> list[SourceRows]:
+    """Add notes about names in the facts, such as labels, that may be meant to be one name."""
+    notes = []
+    for name, values in facts.items():
+        are_names = isinstance(values, list) and all(isinstance(value, str) for value in values)
+        if are_names and (groups := similar_names(values)):
+            what = f"{name} that differ only in case, white space or form of a number: {joined_groups(groups)}"
+            notes.append((what, "if they mean the same, write them in one way"))
+    return [replace(part, notes=(*part.notes, *notes)) if not number else part for number, part in enumerate(parts)]
 
 
 @contextmanager
@@ -203,6 +218,7 @@ def describe_source(part: SourceRows, counts: Counts, data: Data) -> list[str]:
     used = "trained" if part.split == "train" else "measured"
     tokens = f", {counts.tokens:,} tokens, {counts.items:,} {used}" if counts.tokens else ""
     lines = [f"{prefix}{part.format + ', ' if part.format else ''}{counts.rows:,} rows{tokens}"]
+    lines += [f"{prefix}{what}: {hint}" for what, hint in part.notes]
     if part.passes > 1 or part.last is not None:
         last = "all rows" if part.last is None else f"{len(part.last):,} of them"
         lines.append(f"{prefix}{part.passes} times in an epoch, the last time {last}")

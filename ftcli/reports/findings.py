@@ -6,7 +6,7 @@ is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,20 +37,27 @@ CONTRADICTIONS = 0.01  # of the rows have another answer than a row with the sam
 ONE_SIDED = 0.95  # of the answers are the same
 
 
-def judge(prepared: Prepared, measures: dict[str, Measures], statistics: dict[str, Any]) -> list[Finding]:
+def judge(
+    prepared: Prepared,
+    measures: dict[str, Measures],
+    statistics: dict[str, Any],
+    notes: Sequence[tuple[str, str]] = (),
+) -> list[Finding]:
     """Find the problems of prepared rows.
 
     Args:
         prepared: The recipe, its task and its rows.
         measures: Measures of the rows, by split.
         statistics: Statistics of the rows, by split.
+        notes: What was found in labels when the rows were prepared, and what to do.
 
     Returns:
         The findings. Mostly truncated rows come first, because the other findings describe what is left of the rows.
         Then errors come first.
     """
     train, values = measures["train"], statistics["train"]
-    findings = [*_find_duplicates(train), *_find_answer_problems(prepared, values)]
+    findings = [Finding("warning", *note) for note in notes]
+    findings += [*_find_duplicates(train), *_find_answer_problems(prepared, values)]
     if "trained_tokens" in values:
         findings += [
             *_find_untrained_rows(train),

@@ -126,7 +126,8 @@ def survey(prepared: Prepared) -> Survey:
         statistics["train"]["epoch"] = _survey_epoch(prepared, measures["train"])
     if "eval" in measures:
         statistics["eval"]["overlap"] = _overlap(measures)
-    return Survey(prepared.name, judge(prepared, measures, statistics), statistics)
+    findings = judge(prepared, measures, statistics, stored_notes(rows))
+    return Survey(prepared.name, findings, statistics)
 
 
 def _survey_split(prepared: Prepared, name: str, rows: Any, measures: Measures) -> dict[str, Any]:
@@ -248,6 +249,12 @@ def stored_counts(rows: PreparedRows, split: str) -> dict[str, int]:
             if counts["of"] == split and (number := counts.get(name, 0)):
                 totals[name] = totals.get(name, 0) + (len(number) if isinstance(number, list) else number)
     return totals
+
+
+def stored_notes(rows: PreparedRows) -> list[tuple[str, str]]:
+    """Return (what was found, what to do) about the labels of raw rows, as it was logged when they were prepared."""
+    meta = json.loads((rows.folder / "meta.json").read_text())
+    return [(what, hint) for what, hint in meta.get("notes", [])]
 
 
 def _generation_ends(recipe: Recipe) -> list[int]:

@@ -11,11 +11,11 @@ An integer is an index only if the recipe lists the labels (`label_index` in cla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ftcli.data.label_names import INTEGER, NUMBER, name_of, number_name, replace_column
+from ftcli.data.label_names import INTEGER, NUMBER, joined_groups, name_of, number_name, replace_column
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,11 +39,13 @@ class LabelColumn:
         names: One text per row of the source; null for a row without a label.
         declared: Names of a ClassLabel feature, in its order; else empty.
         is_number: Whether the labels are numbers.
+        written: Name -> all forms in which the fields of a table have it, such as 10 and 1e1.
     """
 
     names: pa.ChunkedArray
     declared: list[str]
     is_number: bool
+    written: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,20 @@ def align_labels(parts: list[SourceRows], given: list[str] | None) -> tuple[list
     # Each distinct name is looked up once, not for every row.
     names = {key: _map_names(column.names, class_of) for key, column in columns.items()}
     rows = {id(part.rows): replace_column(part.rows, COLUMN, names[id(part.rows)]) for part in parts}
-    return [replace(part, rows=rows[id(part.rows)]) for part in parts], labels
+    notes = [_notes_on_forms(source, class_of) for source in sources]
+    return [
+        replace(part, rows=rows[id(part.rows)], notes=note) for part, note in zip(parts, notes, strict=True)
+    ], labels
+
+
+def _notes_on_forms(source: SourceLabels, class_of: Callable[[str | None], str | None]) -> tuple[tuple[str, str], ...]:
+    """Return a note if a source writes one class in several forms, such as 10 and 1e1."""
+    forms: dict[str | None, list[str]] = {}
+    for name in sorted(source.names):
+        forms.setdefault(class_of(name), []).extend(source.column.written.get(name, [name]))
+    groups = [sorted(set(several)) for several in forms.values() if len(set(several)) > 1]
+    what = f"labels that are the same number were read as one label: {joined_groups(groups)}"
+    return ((what, "if they differ, list them as text in task_options.labels"),) if groups else ()
 
 
 def read_labels(rows: Dataset, path: str, known: Sequence[str] | None = None, *, is_table: bool = False) -> LabelColumn:
@@ -147,9 +162,15 @@ def read_labels(rows: Dataset, path: str, known: Sequence[str] | None = None, *,
     if is_table and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         values = [value for value in column.unique().to_pylist() if value is not None and value.strip()]
         if values and all(NUMBER.fullmatch(value) for value in values):
-            listed = known or ()
-            names = _map_names(column, lambda text: text if text in listed else number_name(text or ""))
-            return LabelColumn(names, [], is_number=True)
+            listed, written = known or (), {}
+
+            def name_in_table(text: str | None) -> str | None:
+                name = text if text in listed else number_name(text or "")
+                if name is not None:
+                    written.setdefault(name, []).append(str(text))
+                return name
+
+            return LabelColumn(_map_names(column, name_in_table), [], is_number=True, written=written)
     return LabelColumn(_map_names(column, lambda value: name_of(value, keep=known or ())), [], is_number=is_number)
 
 

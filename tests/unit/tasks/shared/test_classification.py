@@ -21,6 +21,7 @@ from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.data.label_names import check_class_names, decode_class_names
 from ftcli.data.mixture import SourceRows, survey_sources
 from ftcli.data.streaming.corpus import open_source
+from ftcli.reports.survey import survey_data
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks import text_classification
 from ftcli.tasks.build import build_task
@@ -129,6 +130,39 @@ def test_numbers_are_the_same_labels_whatever_their_type(prepared: Any) -> None:
 def test_text_that_is_no_plain_number_stays_as_it_is(prepared: Any) -> None:
     rows = prepared(jsonl("t.jsonl", ["1.0", "1", "nan", "None", "10", "2"]))
     assert rows.facts["labels"] == ["1", "1.0", "10", "2", "None", "nan"]  # sorted as text, as before
+
+
+@pytest.mark.parametrize(
+    ("labels", "pairs"),
+    [
+        (["Pos", "pos", "neg", "neg "], "'Pos' and 'pos'; 'neg' and 'neg '"),
+        (["New York", "new\u00a0york", "b"], "'New York' and 'new\\xa0york'"),
+        (["1", "1.0", "x"], "'1' and '1.0'"),
+        (["pos", "neg"], None),
+    ],
+)
+def test_prepare_rows_with_labels_that_look_alike_warns_with_the_pairs(
+    prepared: Any, model: Path, labels: list[str], pairs: str | None
+) -> None:
+    rows = prepared(jsonl("t.jsonl", labels))
+    assert len(rows.facts["labels"]) == len(labels)
+    said = [line for line in rows.log_lines if "differ only in case" in line]
+    data = {"train": "t.jsonl", "max_length": 64}
+    recipe = Recipe.model_validate(minimal_values("text_classification", model={"name": str(model)}, data=data))
+    warnings = [finding for finding in survey_data(recipe).findings if "differ only in case" in finding.what]
+    what = f"data.train t: labels that differ only in case, white space or form of a number: {pairs}"
+    assert said == ([f"{what}: if they mean the same, write them in one way"] if pairs else [])
+    assert [(finding.level, finding.what) for finding in warnings] == ([("warning", what)] if pairs else [])
+
+
+def test_prepare_rows_of_a_table_with_several_forms_of_a_number_warns_with_the_pairs(prepared: Any) -> None:
+    Path("t.csv").write_text("text,label\na,10\nb,1e1\nc,2\n")
+    rows = prepared("t.csv")
+    assert names_of(rows) == ["10", "10", "2"]
+    assert "data.train t: labels that are the same number were read as one label: '10' and '1e1'" in rows.log_lines[1]
+    rows = prepared("t.csv", labels=["10", "1e1", "2"])
+    assert names_of(rows) == ["10", "1e1", "2"]
+    assert not any("read as one label" in line for line in rows.log_lines)
 
 
 def test_encode_of_a_missing_label_names_file_and_row(prepared: Any) -> None:

@@ -27,14 +27,14 @@ MERGING = declare(
     "adapter-merging",
     library="peft",
     versions=">=0.19,<0.22",
-    purpose="Merges the adapter of one layer into its weight, outside of the layer",
+    purpose="Merges the adapter of one module at a time, with peft's `merge` on a float32 copy of its weights",
     without="`ftcli export --merge` is refused.",
     alternative="`merge_and_unload`, which needs the whole model in memory, in the dtype of the result.",
     apis=(
-        "peft.tuners.lora.layer:LoraLayer.lora_variant",
-        "peft.tuners.lora.layer:Linear.get_delta_weight",
-        "peft.tuners.lora.variants:DoraLinearVariant.merge_safe",
-        "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.trainable_tokens_delta",
+        "peft.tuners.tuners_utils:BaseTunerLayer.get_base_layer",
+        "peft.tuners.tuners_utils:BaseTunerLayer.merged_adapters",
+        "peft.tuners.lora.layer:ParamWrapper.merge",
+        "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.merge",
     ),
     required=True,
 )
@@ -122,7 +122,9 @@ def full_weights(
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
-    """Return the weights of a peft model's base with its adapter merged, one at a time.
+    """Return the weights of a peft model's base with its adapter merged, one module at a time.
+
+    A weight that is tied in the base and no longer in the adapted model is returned under both names.
 
     Args:
         model: The peft model with its trained values.
@@ -130,47 +132,100 @@ def merged_weights(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], I
 
     Returns:
         Meta tensors by name in the base model, for shapes and dtypes, and an iterator over (name, value).
-
-    Raises:
-        InputError: A weight with an adapter is used in two places.
     """
     MERGING.require()
-    base = model.get_base_model()
-    _check_ties(base)
-    shapes: dict[str, Tensor] = {}
-    sources: dict[str, tuple[Any, Tensor]] = {}
-    for name, value in _parameters_and_buffers(base).items():
+    sources = _distinct(_sources(model.get_base_model()))
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        merged: dict[str, Tensor] = {}  # of the module that was merged last
+        owner = None
+        for name, (layer, own, value) in sources.items():
+            if layer is None:
+                yield name, _cast(value, dtype)
+                continue
+            merged = merged if layer is owner else _merge_module(layer)
+            owner = layer
+            yield name, _cast(merged[own], dtype)
+
+    return {name: _meta_like(value, dtype) for name, (_, _, value) in sources.items()}, values()
+
+
+# Outermost adapter of the module that has a weight, or None; name of the weight in that module; its value in the base.
+Source = tuple[Any, str, "Tensor"]
+
+
+def _sources(base: Any) -> dict[str, Source]:
+    """Return where each weight and persistent buffer of a peft model's base comes from, by name without peft's parts.
+
+    A tied weight is there under each of its names.
+    """
+    sources: dict[str, Source] = {}
+    for name, value in _parameters_and_buffers(base, tied=True).items():
         modules = name.split(".")
         if any(m in ("original_module", "trainable_tokens_delta") or m.startswith("lora_") for m in modules):
             continue
-        layer = base.get_submodule(name.rpartition(".base_layer.")[0]) if "base_layer" in modules else None
-        plain = ".".join(module for module in modules if module not in WRAPPERS)
-        sources[plain] = (layer if modules[-1] == "weight" else None, value)
-        shapes[plain] = _meta_like(value, dtype)
-
-    def values() -> Iterator[tuple[str, Tensor]]:
-        for name, (layer, value) in sources.items():
-            if layer is None:
-                yield name, _cast(value, dtype)
-            else:
-                yield name, _merge_layer(layer, value.float()).to(dtype)
-
-    return shapes, values()
+        inner, _, own = name.rpartition(".")
+        outer = inner
+        while outer.endswith(".base_layer"):  # adapters of several weights of a module are nested
+            outer = outer.removesuffix(".base_layer")
+        is_adapted = outer != inner and own in dict(base.get_submodule(inner).named_parameters(recurse=False))
+        layer = base.get_submodule(outer) if is_adapted else None
+        sources[".".join(module for module in modules if module not in WRAPPERS)] = (layer, own, value)
+    return sources
 
 
-def _merge_layer(layer: Any, value: Tensor) -> Tensor:
-    """Return the weight of a layer with its adapter merged, float32; the formula is peft's."""
+def _distinct(sources: dict[str, Source]) -> dict[str, Source]:
+    """Return the sources without further names of the same weight, unless its adapters give it other values there."""
     import torch
 
-    if hasattr(layer, "trainable_tokens_delta"):
-        rows = torch.tensor(layer.token_indices["default"])
-        return value.index_copy(0, rows, layer.trainable_tokens_delta["default"].detach().float())
-    variant = layer.lora_variant.get("default")  # DoRA
-    if variant is not None:
-        merged: Tensor = variant.merge_safe(layer, "default", value)
-        return merged.detach()
-    delta: Tensor = layer.get_delta_weight("default").float()
-    return value + delta
+    kept: dict[str, Source] = {}
+    first: dict[tuple[int, ...], str] = {}
+    for name, (layer, own, value) in sources.items():
+        key = (value.data_ptr(), *value.shape)
+        earlier = first.setdefault(key, name) if value.numel() else name
+        if earlier != name:
+            layer_before, own_before, _ = sources[earlier]
+            if layer is None and layer_before is None:
+                continue
+            before, now = (
+                value.float() if each is None else _merge_module(each)[part]
+                for each, part in ((layer_before, own_before), (layer, own))
+            )
+            if torch.equal(before, now):
+                continue
+        kept[name] = (layer, own, value)
+    return kept
+
+
+def _merge_module(layer: Any) -> dict[str, Tensor]:
+    """Return the weights of a module with all of its adapters merged by peft, float32; the module does not change.
+
+    Args:
+        layer: The outermost adapter of the module. Each adapter of one weight is around the next one.
+
+    Returns:
+        Values by name in the module.
+    """
+    import torch
+
+    module = layer.get_base_layer()
+    parameters = dict(module.named_parameters(recurse=False))
+    before = {name: parameter.data for name, parameter in parameters.items()}
+    adapters = []
+    while hasattr(layer, "base_layer"):
+        adapters.append(layer)
+        layer = layer.base_layer
+    try:
+        for parameter in parameters.values():
+            parameter.data = _cast(parameter.data, torch.float32)
+        for adapter in adapters:
+            adapter.merge()
+        return {name: parameter.data for name, parameter in parameters.items()}
+    finally:
+        for name, value in before.items():
+            parameters[name].data = value
+        for adapter in adapters:
+            adapter.merged_adapters.clear()
 
 
 def adapter_weights(model: Any, stored: CheckpointReader) -> dict[str, Tensor]:
@@ -227,10 +282,11 @@ def load_buffers(model: Any, stored: CheckpointReader, names: list[str]) -> dict
     return buffers
 
 
-def _parameters_and_buffers(model: Any) -> dict[str, Tensor]:
-    """Return every parameter, a tied one under its first name, and every persistent buffer of a model."""
+def _parameters_and_buffers(model: Any, *, tied: bool = False) -> dict[str, Tensor]:
+    """Return every parameter, a tied one under its first name or all names, and every persistent buffer of a model."""
     persistent = model.state_dict()
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=not tied)
+    parameters = {name: parameter.detach() for name, parameter in named}
     return parameters | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
@@ -260,16 +316,3 @@ def _meta_like(value: Tensor, dtype: torch.dtype) -> Tensor:
     import torch
 
     return torch.empty(value.shape, dtype=_dtype(value, dtype), device="meta")
-
-
-def _check_ties(base: Any) -> None:
-    """Raise `InputError` if a weight with LoRA is tied to another one, because merging would change both."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in base.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():
-        if len(tied) > 1 and any(".base_layer." in f".{name}" and ".token_adapter." not in name for name in tied):
-            raise InputError(
-                f"--merge: {tied[0]} has a LoRA adapter and is the same weight as {tied[1]}",
-                hint="export the adapter without --merge",
-            )

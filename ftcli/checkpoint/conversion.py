@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.checkpoint.hf_shards import save_weights
+from ftcli.config.recipe_inputs import Model
+from ftcli.data.revisions import is_on_hub
+from ftcli.models.adapter_folder import HOW_TO_LOAD
 from ftcli.runtime.errors import InputError
 
 
@@ -78,3 +81,16 @@ def name_dtype(config: Path, dtype: str) -> None:
 
     settings = named(json.loads(config.read_text(encoding="utf-8"))) | {"dtype": dtype}
     config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def name_base_revision(config: Path, model: Model) -> None:
+    """Write the revision of the base into an adapter's configuration, which older versions of ftcli left out."""
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    if settings.get("revision") is None and model.revision is not None and is_on_hub(model.name):
+        config.write_text(json.dumps(settings | {"revision": model.revision}, indent=2) + "\n", encoding="utf-8")
+
+
+def merged_card(text: str) -> str:
+    """Return the model card of an adapter as that of a merged model."""
+    text = text.partition(HOW_TO_LOAD)[0].replace("library_name: peft", "library_name: transformers")
+    return text.replace("# LoRA adapter for", "# Fine-tuned (LoRA, merged) from")

@@ -6,7 +6,6 @@ export (verify.py). A folder that fails is removed.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,22 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.checkpoint.conversion import convert_adapter, convert_model, name_dtype
+from ftcli.checkpoint.conversion import convert_adapter, convert_model, merged_card, name_base_revision, name_dtype
 from ftcli.checkpoint.export_job import ExportJob
 from ftcli.checkpoint.final import PROBE, check_base, load_plain, model_card
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
 from ftcli.checkpoint.hf_shards import SHARD_SIZE, save_weights, shard_bytes
+from ftcli.checkpoint.proof import fits_in_memory, prove
 from ftcli.checkpoint.rebuild import rebuild_by_task
 from ftcli.checkpoint.verify import ExpectedModel, digest, reload_in_fresh_process
 from ftcli.config.load import load_run_recipe
-from ftcli.config.recipe_inputs import Model
 from ftcli.config.trust import check_links, check_stored
-from ftcli.data.revisions import is_on_hub
-from ftcli.models.adapter_folder import BASE_CONFIG, HOW_TO_LOAD, label_settings, write_adapter
-from ftcli.models.own_model import names_in_files, save_config
+from ftcli.models.adapter_folder import BASE_CONFIG, label_settings, write_adapter
+from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
 from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.durable_files import make_folder, sync, sync_tree
-from ftcli.runtime.errors import InputError, Problem, nearest
+from ftcli.runtime.errors import ExportError, InputError, Problem, nearest
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import missing_folder, user_path
 from ftcli.runtime.run_folder import RunFolder
@@ -68,7 +66,7 @@ def export(
 
     Raises:
         InputError: An argument is invalid, or the source has no intact weights.
-        RuntimeError: The reloaded model differs from the trained one.
+        ExportError: The reloaded model differs from the trained one.
 
     Example:
         >>> ftcli.export("runs/my", "exported", merge=True)
@@ -93,9 +91,9 @@ def export(
             else rebuild_by_task(job, temporary, expected)
         )
         if not distance <= job.tolerance:
-            raise RuntimeError(
+            raise ExportError(
                 f"the logits of the reloaded model differ from those of the trained model by {distance:.2g}, "
-                f"more than {job.tolerance:g}"
+                f"more than {job.tolerance:g}; {job.final or job.checkpoint} or its base model was changed"
             )
         sync_tree(temporary)
         temporary.rename(target)  # replaces an empty folder
@@ -105,6 +103,8 @@ def export(
     checked = "all weights are equal to the trained ones"
     if job.probe is not None:
         checked = f"its logits are within {distance:.1e} of the trained model's"
+    elif expected.distance is not None:
+        checked += f", and its logits are within {expected.distance:.1e} of the trained model's"
     loaded = "loads in plain transformers" if job.auto_class else "was built by its task"
     log_line(f"{target} {loaded}; {checked}")
     return target
@@ -223,9 +223,10 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
         )
         expected = _write_merged(job, model, folder, expected)
         card = folder / "README.md"
-        card.write_text(_merged_card(card.read_text(encoding="utf-8")), encoding="utf-8")
-    elif job.is_adapter:
-        _name_base_revision(folder / "adapter_config.json", job.recipe.model)
+        card.write_text(merged_card(card.read_text(encoding="utf-8")), encoding="utf-8")
+        return replace(expected, distance=prove(job, model, folder, labels=expected.labels))
+    if job.is_adapter:
+        name_base_revision(folder / "adapter_config.json", job.recipe.model)
         convert_adapter(folder / "adapter_model.safetensors", job.dtype)
     else:
         convert_model(job.final, folder, job.dtype, job.most)
@@ -241,6 +242,7 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
         build_matching_model,
         full_weights,
         load_buffers,
+        load_trained_weights,
         set_parameters,
     )
     from ftcli.checkpoint.reader import CheckpointReader
@@ -270,21 +272,25 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
         else:
             trained = adapter_weights(model, stored)
             buffers = load_buffers(model, stored, state["buffers"])
+            set_parameters(model, trained)
             if job.merge:
-                set_parameters(model, trained)
                 expected = _write_merged(job, model, folder, expected)
-                card = _merged_card(card)
+                card = merged_card(card)
             else:
                 trained = {name: value.to(dtype) for name, value in trained.items()}
                 write_adapter(model, trained, folder, properties.adapter_task_type)
                 buffer_values = {
                     name: value.to(dtype) if value.is_floating_point() else value for name, value in buffers.items()
                 }
-                expected = replace(
-                    expected, digests={name: digest(value) for name, value in (trained | buffer_values).items()}
-                )
-    task.save_processor(str(folder))
-    (folder / "README.md").write_text(card, encoding="utf-8")
+                digests = {name: digest(value) for name, value in (trained | buffer_values).items()}
+                expected = replace(expected, digests=digests)
+        task.save_processor(str(folder))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        if job.is_adapter and job.auto_class:
+            return replace(expected, distance=prove(job, model, folder, labels=labels))
+        if job.auto_class and job.probe is None and fits_in_memory(model):
+            load_trained_weights(model.float(), stored, state, is_adapter=False)
+            return replace(expected, distance=prove(job, model, folder, labels=labels))
     return expected
 
 
@@ -316,22 +322,10 @@ def _write_model(
             yield name, value
 
     save_config(task, model, folder)
+    record_cut_tie(model, targets, folder)
     name_dtype(folder / "config.json", job.dtype)
     save_weights(names_in_files(model), targets, digested(), folder, job.most)
     return replace(expected, digests=digests, whole=True)
-
-
-def _name_base_revision(config: Path, model: Model) -> None:
-    """Write the revision of the base into an adapter's configuration, which older versions of ftcli left out."""
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    if settings.get("revision") is None and model.revision is not None and is_on_hub(model.name):
-        config.write_text(json.dumps(settings | {"revision": model.revision}, indent=2) + "\n", encoding="utf-8")
-
-
-def _merged_card(text: str) -> str:
-    """Return the model card of an adapter as that of a merged model."""
-    text = text.partition(HOW_TO_LOAD)[0].replace("library_name: peft", "library_name: transformers")
-    return text.replace("# LoRA adapter for", "# Fine-tuned (LoRA, merged) from")
 
 
 def _head_width(job: ExportJob) -> int:

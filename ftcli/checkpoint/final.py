@@ -17,7 +17,7 @@ from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.adapter_folder import has_label_names, label_settings, loading_instructions
 from ftcli.models.frozen_weights import check_frozen, frozen_digest
-from ftcli.models.own_model import names_in_files, save_config
+from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
 from ftcli.runtime.checkpoint_names import STATE, checkpoints_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.redaction import redact
@@ -50,6 +50,7 @@ def write_model(task: Any, model: Any, values: Iterator[tuple[str, Tensor]], fol
             yield name, buffer.cpu()
 
     save_config(task, model, folder)
+    record_cut_tie(model, expected, folder)
     save_weights(names_in_files(model), expected, all_values(), folder, shard_bytes(SHARD_SIZE))
 
 
@@ -187,7 +188,7 @@ def load_plain(
         InputError: The model has its own code, which is not trusted.
     """
     from ftcli.config.trust import check_configs, code_refused
-    from ftcli.models.hub import keep_soft_capping
+    from ftcli.models.hub import correct_tie, keep_soft_capping
 
     trust = {"trust_remote_code": trust_remote_code}  # not None, because transformers would ask on a terminal
     check_configs(folder, trusted=trust_remote_code)
@@ -206,7 +207,7 @@ def load_plain(
     check_configs(Path(name), trusted=trust_remote_code)
     with code_refused(name):
         base = auto.from_pretrained(name, dtype=dtype, **trust, **at, **head)
-        _make_room(keep_soft_capping(base), folder, trust)
+        _make_room(correct_tie(keep_soft_capping(base)), folder, trust)
     with code_refused(str(folder)):
         return PeftModel.from_pretrained(base, str(folder)).eval()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.models.own_model import load_weights, probe_tensor, read_tensors
+from ftcli.runtime.errors import ExportError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +27,7 @@ def rebuild_by_task(job: ExportJob, folder: Path, expected: ExpectedModel) -> fl
         The relative distance between the probe and the output of the model; 0 without a probe.
 
     Raises:
-        RuntimeError: A weight in `folder` differs from the trained one.
+        ExportError: A weight in `folder` differs from the trained one.
     """
     import torch
 
@@ -42,7 +43,7 @@ def rebuild_by_task(job: ExportJob, folder: Path, expected: ExpectedModel) -> fl
     }
     names = [*digests, *(name for name in stored if name not in digests)]
     if wrong := [name for name in names if name not in stored or digests.get(name) != digest(stored[name])]:
-        raise RuntimeError(f"these weights differ from the trained ones: {wrong[:3]}")
+        raise ExportError(f"these weights differ from the trained ones: {wrong[:3]}")
     if job.probe is None:
         return 0.0
     task = build_task(job.recipe)
@@ -72,7 +73,7 @@ def _rebuild_adapter(job: ExportJob, folder: Path, expected: ExpectedModel) -> f
         trained = load_file(job.final / WEIGHTS)
         pairs += [(name, exported[name], digest(value.to(dtype))) for name, value in trained.items()]
     if wrong := [name for name, value, sha in pairs if digest(value) != sha]:
-        raise RuntimeError(f"these weights differ from the trained ones: {wrong[:3]}")
+        raise ExportError(f"these weights differ from the trained ones: {wrong[:3]}")
     return 0.0 if job.probe is None else _probe_distance(task, model, job.probe)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.trust import NO_CWD, REFUSAL, consent_needed
 from ftcli.models.adapter_folder import LABEL_KEYS
+from ftcli.runtime.errors import ExportError, shortened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +53,9 @@ else:
     if os.path.exists(folder + "/tokenizer_config.json"):
         tokens = len(transformers.AutoTokenizer.from_pretrained(folder, **trust))
         if tokens > base.get_input_embeddings().num_embeddings:
+            head = base.get_output_embeddings()
+            if head is not None and head.weight is not base.get_input_embeddings().weight:
+                base.config.tie_word_embeddings = False  # resizing would tie them
             base.resize_token_embeddings(tokens, mean_resizing=False)
     model = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
 if any(getattr(module, "attn_logit_softcapping", None) for module in model.modules()):
@@ -98,6 +103,7 @@ class ExpectedModel:
         whole: Whether `digests` has every weight of the model.
         trusted: Whether the user trusts the model's own code.
         source: The folder that was exported, for messages. The export itself is a temporary folder.
+        distance: Relative distance between its logits and those of the assembled model (proof.py); None without.
     """
 
     auto_class: str
@@ -109,6 +115,7 @@ class ExpectedModel:
     whole: bool = False
     trusted: bool = False
     source: Path | None = None
+    distance: float | None = None
 
 
 def digest(value: Tensor) -> str:
@@ -129,7 +136,7 @@ def reload_in_fresh_process(folder: Path, expected: ExpectedModel) -> float:
         The relative distance between its logits and the probe; 0 without a probe.
 
     Raises:
-        RuntimeError: The folder does not load, or its weights differ.
+        ExportError: The folder does not load, or its weights differ.
         InputError: The model has code of its own, which the user does not trust.
     """
     request: dict[str, Any] = {
@@ -150,8 +157,17 @@ def reload_in_fresh_process(folder: Path, expected: ExpectedModel) -> float:
     if result.returncode:
         if not expected.trusted and REFUSAL in result.stderr:
             raise consent_needed(_refused_model(folder, expected, result.stderr))
-        raise RuntimeError(f"{folder} does not load in plain transformers:\n{result.stderr[-2000:]}")
+        raise ExportError(f"the export does not load in plain transformers: {_last_error(result.stderr)}")
     return float(result.stdout.split()[-1])
+
+
+def _last_error(text: str) -> str:
+    """Return the message of the exception that ended a process, without its stack trace."""
+    start = max(
+        (found.end() for found in re.finditer(r"^Traceback \(most recent call last\):$", text, re.M)), default=0
+    )
+    message = re.search(r"^[\w.]+(?:: .*)?$", text[start:], re.M | re.S)
+    return shortened((message[0] if message else text).strip().removeprefix("AssertionError: "))
 
 
 def _refused_model(folder: Path, expected: ExpectedModel, message: str) -> str:

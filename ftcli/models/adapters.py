@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.models.structure import base_model_of, embeddings_and_head
 from ftcli.runtime.errors import InputError, Problem
 from ftcli.runtime.patches import declare
 from ftcli.runtime.reader_errors import reading
@@ -120,6 +121,29 @@ def add_adapter(
     if folder is not None:
         load_adapter_weights(wrapped, folder)
     return wrapped
+
+
+def describe_cut_tie(model: Any) -> list[str]:
+    """Return a log line if an adapter makes two weights of the tied embeddings and head of its base.
+
+    Args:
+        model: The model, with or without an adapter, not prepared.
+    """
+    base = base_model_of(model)
+    ends = embeddings_and_head(base)
+    if base is model or not ends or not getattr(base.config, "tie_word_embeddings", False):
+        return []
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    trained = [isinstance(end, LoraLayer | ModulesToSaveWrapper) for end in ends]
+    if not any(trained):
+        return []
+    which = "each is" if all(trained) else f"only the {'embeddings are' if trained[0] else 'head is'}"
+    return [
+        f"the embeddings and the head are one weight in the base model; {which} trained with the adapter, so they "
+        "become two weights, and a merged export has tie_word_embeddings: false"
+    ]
 
 
 @contextmanager

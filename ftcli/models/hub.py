@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.config.trust import check_configs, code_refused
 from ftcli.data.paths import model_folder
+from ftcli.models.structure import embeddings_and_head
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
 
@@ -60,6 +61,25 @@ def keep_soft_capping(model: Any, requested: str | None = None) -> Any:
     return model
 
 
+def correct_tie(model: Any) -> Any:
+    """Correct `tie_word_embeddings` in the configuration of a model whose files have both embeddings and head.
+
+    transformers loads both, but would tie them when it resizes the embeddings.
+
+    Args:
+        model: A transformers model.
+
+    Returns:
+        The same model.
+    """
+    weights = [getattr(module, "weight", None) for module in embeddings_and_head(model)]
+    if all(weight is not None for weight in weights) and len({id(weight) for weight in weights}) == 2:
+        for config in (model.config, model.config.get_text_config()):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False
+    return model
+
+
 def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
     """Load a model, a configuration or a processor with `auto.from_pretrained`.
 
@@ -100,7 +120,7 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
         ) from error
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple also has the keys missing in the files
     if hasattr(model, "set_attn_implementation"):
-        keep_soft_capping(model, section.attn_implementation)
+        correct_tie(keep_soft_capping(model, section.attn_implementation))
     return loaded
 
 

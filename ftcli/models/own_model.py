@@ -7,10 +7,12 @@ an exported model must reproduce. The module imports torch inside functions only
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.models.structure import embeddings_and_head
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,6 +37,33 @@ def save_config(task: Any, model: Any, folder: Path) -> None:
         task.save_model(model, str(folder))
     elif hasattr(model, "save_pretrained"):
         model.save_pretrained(folder, state_dict={})
+
+
+def record_cut_tie(model: Any, names: Iterable[str], folder: Path) -> None:
+    """Write `tie_word_embeddings: false` into config.json if the files have both embeddings and head.
+
+    transformers reads both weights since version 5. Older versions and other programs tie what the configuration says.
+
+    Args:
+        model: The model, with or without layers of an adapter in it.
+        names: Names of the weights in the files, without peft's parts.
+        folder: Folder with config.json. Nothing is changed without the file.
+    """
+    path, ends = folder / "config.json", embeddings_and_head(model)
+    weights = {f"{name}.weight" for name, module in model.named_modules() if any(module is end for end in ends)}
+    if len(weights) < 2 or not weights.issubset(names) or not path.is_file():
+        return
+
+    def without_tie(config: dict[str, Any]) -> dict[str, Any]:
+        inner = {key: without_tie(value) if isinstance(value, dict) else value for key, value in config.items()}
+        return inner | ({"tie_word_embeddings": False} if config.get("tie_word_embeddings") else {})
+
+    config = without_tie(json.loads(path.read_text(encoding="utf-8")))
+    if getattr(
+        getattr(model, "config", None), "tie_word_embeddings", False
+    ):  # also if it is the default, which the file leaves out
+        config["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def names_in_files(model: Any) -> Any:

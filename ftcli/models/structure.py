@@ -41,6 +41,12 @@ def layers_of(model: Any) -> list[Any]:
     return [layer for name, layer in inner.named_modules() if type(layer).__name__ in classes and name[-1:].isdigit()]
 
 
+def embeddings_and_head(model: Any) -> list[Any]:
+    """Return the modules of the input embeddings and of the head of a language model; empty for other models."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [] if head is None else [model.get_input_embeddings(), head]
+
+
 def full_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of the whole parameter, even if this process has only a shard of it or nothing."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 shards parameters when it loads them

@@ -84,6 +84,10 @@ class RunError(Exception):
     """The training failed for a reason outside of the code, such as a non-finite loss or a full disk."""
 
 
+class ExportError(RunError, RuntimeError):
+    """An export does not load, or is not the trained model. The export is removed."""
+
+
 class DiskError(RunError, OSError):
     """A file of the run could not be written, because its disk is full or accepts no more files.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.plan import Plan, describe_dropped_rows, pluralise
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.models.adapter_targets import describe_unadapted
+from ftcli.models.adapters import describe_cut_tie
 from ftcli.models.kernels.document_attention import describe_attention
 from ftcli.models.router_loss import left_out_losses
 from ftcli.models.structure import base_model_of, full_shape
@@ -40,6 +41,7 @@ def describe_run(run: Run) -> list[str]:
         *describe_dropped_rows(run.recipe, run.plan),
         describe_hardware(hardware, run.plan.processes),
         hardware.check_dtypes(run.model, run.recipe),
+        *describe_cut_tie(hardware.unwrap(run.model)),
         *describe_attention(
             hardware.unwrap(run.model),
             run.recipe,

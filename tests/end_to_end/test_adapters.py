@@ -20,6 +20,7 @@ from ftcli.config.recipe_inputs import Adapter
 from ftcli.loop import steps
 from ftcli.models.adapters import adapter_problems, disable_adapter
 from ftcli.runtime.errors import InputError, RunError
+from ftcli.tiny_models import SIZES, _save, build_tiny, tiny_tokenizer
 from ftcli.training.checkpointing import save_checkpoint
 from ftcli.training.final_weights import save_final
 from ftcli.training.gradient_watch import NEW_ROWS, _is_rare, first_moments
@@ -30,6 +31,7 @@ from ..support.cells import cell
 
 LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
 NEW = ["<think>", "</think>"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
 TASK = """
 from ftcli.tasks.sft import Options
 from ftcli.tasks.sft import Task as Sft
@@ -110,6 +112,50 @@ def test_save_final_of_an_adapter_gives_the_same_logits_in_peft(kind: str, input
     if "adapter" in KINDS[kind]:
         stored = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
         assert len(stored) == len(run.hardware.trained_shapes(run.model))
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "merge"),
+    [
+        ("tied", {"modules_to_save": ["embed_tokens"]}, True),
+        pytest.param("tied", {"modules_to_save": ["embed_tokens"]}, False, marks=pytest.mark.slow),
+        pytest.param("experts", {"target_modules": MLP}, True, marks=pytest.mark.slow),
+        pytest.param("experts", {"target_modules": MLP}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_export_of_a_checkpoint_has_the_logits_of_the_trained_model(
+    model: str,
+    adapter: dict[str, Any],
+    merge: bool,
+    inputs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if model == "experts":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+        settings = SIZES | experts | {"vocab_size": 259, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 1}
+        _save(build_tiny("Qwen3MoeForCausalLM", **settings), tiny_tokenizer(), tmp_path / "experts")
+    what = recipe(tmp_path if model == "experts" else inputs, model, adapter=LORA | adapter)
+    what = what.model_copy(update={"data": recipe(inputs).data})
+    run = prepare(what, cpu=True, output=tmp_path / "run")
+    for _ in steps(run):
+        pass
+    saved = save_checkpoint(run, run.position)
+    assert saved is not None
+    exported = export(saved, tmp_path / "exported", merge=merge)
+    assert "all weights are equal to the trained ones, and its logits are within" in capsys.readouterr().err
+    inputs_ = run.task.probe(run.task.collate([run.rows.train[i] | {"epoch": 0, "training": False} for i in range(2)]))
+    trained_model: Any = run.model.eval()
+    plain = load_plain("AutoModelForCausalLM", exported)
+    with torch.no_grad():
+        expected, actual = trained_model(**inputs_).logits, plain(**inputs_).logits
+        with disable_adapter(trained_model):
+            base = trained_model(**inputs_).logits
+    assert (actual - expected).norm() / expected.norm() < 1e-5 < 1e-3 < (base - expected).norm() / expected.norm()
+    line = "the embeddings are trained with the adapter, so they become two weights"
+    assert any(line in each for each in run.log_lines) == (model == "tied")
+    config = json.loads((exported / ("config.json" if merge else "adapter_config.json")).read_text())
+    assert not merge or config.get("tie_word_embeddings", False) is False
 
 
 def test_train_with_adapter_path_starts_from_the_adapter_of_another_run(inputs: Path, tmp_path: Path) -> None:

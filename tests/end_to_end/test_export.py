@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ftcli.__main__ import main
@@ -126,7 +126,7 @@ def test_export_of_an_intermediate_checkpoint_gives_its_logits(
     if merge and "lora" not in name:
         assert code == 2 and "--merge: this run trained the whole model" in output and not target.parent.exists()
         return
-    assert code == 0 and "all weights are equal to the trained ones" in output, output
+    assert code == 0 and "all weights are equal to the trained ones, and its logits are within" in output, output
     assert [item.name for item in target.parent.iterdir()] == ["exported"]
     assert distance(middle, target) < 1e-5
     assert distance(last, target) > 1e-4
@@ -270,6 +270,18 @@ def test_export_of_a_damaged_checkpoint_or_another_base_is_refused_and_leaves_no
     file.write_bytes(file.read_bytes()[:-1])
     code, output = ftcli("export", checkpoint_path(run, 2), tmp_path / "e")
     assert code == 2 and f"{file} is damaged" in output
+    assert [item.name for item in tmp_path.iterdir()] == ["run"]
+
+
+def test_export_of_changed_final_weights_is_refused_without_a_stack_trace(
+    runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(runs("sft-tied"), tmp_path / "run"))
+    weights = load_file(run / "final" / "model.safetensors")
+    weights["model.norm.weight"] *= 1.1
+    save_file(weights, run / "final" / "model.safetensors", metadata={"format": "pt"})
+    code, output = ftcli("export", run, tmp_path / "e")
+    assert code == 1 and "Traceback" not in output and f"{run / 'final'} or its base model was changed" in output
     assert [item.name for item in tmp_path.iterdir()] == ["run"]
 
 

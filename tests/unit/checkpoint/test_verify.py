@@ -1,4 +1,4 @@
-"""Verification of an export detects wrong weights, and merging refuses unsupported models. Tiny models."""
+"""Verification of an export detects wrong weights. Tiny models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ftcli.checkpoint.assemble import merged_weights
 from ftcli.checkpoint.export import _find_probe
 from ftcli.checkpoint.final import PROBE
 from ftcli.checkpoint.verify import ExpectedModel, digest, reload_in_fresh_process
@@ -115,14 +114,3 @@ def test_find_probe_of_a_damaged_file_is_logged_and_not_used(
         path.write_bytes(content)
         assert _find_probe(run, None) is None
         assert f"{path} is damaged and not used" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_merged_model_with_an_adapter_beside_a_tied_weight_is_not_merged(tied: bool, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(save_tiny_causal(tmp_path, tied=tied))
-    model = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
-    if tied:
-        with pytest.raises(InputError, match="is the same weight as"):
-            merged_weights(model, torch.float32)
-    else:
-        assert "lm_head.weight" in merged_weights(model, torch.float32)[0]

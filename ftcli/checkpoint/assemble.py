@@ -132,8 +132,16 @@ def merged_weights(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], I
 
     Returns:
         Meta tensors by name in the base model, for shapes and dtypes, and an iterator over (name, value).
+
+    Raises:
+        InputError: The base has quantised weights.
     """
     MERGING.require()
+    if getattr(model.get_base_model(), "is_quantized", False):
+        raise InputError(
+            "--merge: the files of the base model have quantised weights, to which an adapter cannot be added",
+            hint="export the adapter without --merge",
+        )
     sources = _distinct(_sources(model.get_base_model()))
 
     def values() -> Iterator[tuple[str, Tensor]]:

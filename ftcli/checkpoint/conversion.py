@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ftcli.checkpoint.answer_ends import BASE_LACKS_IT
 from ftcli.checkpoint.hf_shards import save_weights
 from ftcli.config.recipe_inputs import Model
 from ftcli.data.revisions import is_on_hub
@@ -93,4 +94,5 @@ def name_base_revision(config: Path, model: Model) -> None:
 def merged_card(text: str) -> str:
     """Return the model card of an adapter as that of a merged model."""
     text = text.partition(HOW_TO_LOAD)[0].replace("library_name: peft", "library_name: transformers")
+    text = text.replace(BASE_LACKS_IT, "")
     return text.replace("# LoRA adapter for", "# Fine-tuned (LoRA, merged) from")

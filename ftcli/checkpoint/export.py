@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.checkpoint.answer_ends import FILE as GENERATION
+from ftcli.checkpoint.answer_ends import write_answer_ends
 from ftcli.checkpoint.conversion import convert_adapter, convert_model, merged_card, name_base_revision, name_dtype
 from ftcli.checkpoint.export_job import ExportJob
 from ftcli.checkpoint.final import PROBE, check_base, load_plain, model_card
@@ -222,6 +224,8 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
             revision=job.recipe.model.revision,
         )
         expected = _write_merged(job, model, folder, expected)
+        if (job.final / GENERATION).exists():
+            shutil.copy(job.final / GENERATION, folder)  # with the end tokens that were trained
         card = folder / "README.md"
         card.write_text(merged_card(card.read_text(encoding="utf-8")), encoding="utf-8")
         return replace(expected, distance=prove(job, model, folder, labels=expected.labels))
@@ -264,7 +268,7 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
     names = model.config.id2label if labels else None
     expected = ExpectedModel(job.auto_class, job.dtype, labels=labels, names=names, probe=job.probe, trusted=trusted)
     properties = properties_of(task)
-    card = model_card(job.recipe, state["metrics"], model, job.auto_class, properties.pipeline_tag)
+    card = model_card(job.recipe, state["metrics"], model, job.auto_class, properties.pipeline_tag, task=task)
     with CheckpointReader(job.checkpoint, list(state["files"])) as stored:
         if not job.is_adapter:
             targets, values = full_weights(model, stored, state, dtype)
@@ -284,6 +288,7 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
                 }
                 digests = {name: digest(value) for name, value in (trained | buffer_values).items()}
                 expected = replace(expected, digests=digests)
+        write_answer_ends(task, model, folder)
         task.save_processor(str(folder))
         (folder / "README.md").write_text(card, encoding="utf-8")
         if job.is_adapter and job.auto_class:

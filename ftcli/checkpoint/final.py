@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.checkpoint.answer_ends import describe_answer_ends
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.data.revisions import is_on_hub
@@ -72,6 +73,8 @@ def model_card(
     model: Any = None,
     auto_class: str = "",
     pipeline_tag: str | None = None,
+    *,
+    task: Any = None,
 ) -> str:
     """Return the model card of the trained weights, without secrets.
 
@@ -81,6 +84,7 @@ def model_card(
         model: The model, for the names of its labels.
         auto_class: Name of transformers' class that loads the model.
         pipeline_tag: Name of the task on the hub; None leaves it out.
+        task: The task of the run, for the tokens that end an answer.
     """
     from huggingface_hub import ModelCardData
 
@@ -100,6 +104,7 @@ def model_card(
         resized += "If the base has fewer rows, first `base.resize_token_embeddings(len(tokenizer))`."
     variables = json.dumps(recipe.data.chat_template_kwargs, ensure_ascii=False)
     rendered = f"Its chat template was given `{variables}`: give `apply_chat_template` the same." * (variables != "{}")
+    ends = describe_answer_ends(task, is_adapter=recipe.adapter.type != "none")
     has_code = bool(getattr(getattr(model, "config", None), "auto_map", None))
     how_to_load = loading_instructions(auto_class, label_names(model), pipeline_tag, has_code=has_code)
     library = "peft" if recipe.adapter.type == "lora" else "transformers"
@@ -116,6 +121,7 @@ def model_card(
             *(["", f"Commits: {', '.join(commits)}."] if commits else []),
             *(["", resized] if resized else []),
             *(["", rendered] if rendered else []),
+            *(["", ends] if ends else []),
             "",
             *table,
             "",

@@ -177,8 +177,8 @@ def _find_missing_ends(prepared: Prepared, train: Measures) -> Iterator[Finding]
         yield Finding(
             "warning",
             f"answers end with a token that is not the tokenizer's end token {token}",
-            "ftcli generate stops there; other programs continue unless the model's generation_config.json has it as "
-            "eos_token_id",
+            "ftcli generate stops there, and final/ and exports have it in generation_config.json; programs that read "
+            "only the tokenizer continue",
         )
         return
     yield Finding(

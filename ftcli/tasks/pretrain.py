@@ -75,6 +75,10 @@ class Task(sft.Task):
         ids = ids if ids[-1:] == [end] else [*ids, end]
         return self._fit(example, ids, [True] * len(ids))
 
+    def answer_ends(self) -> list[int]:
+        """Return the token that ends a document."""
+        return [self.tokenizer.eos_token_id]
+
     def encode_prompt(self, prompt: str | list[dict[str, Any]], **options: Any) -> list[int]:
         """Return the tokens of a prompt, which is plain text: the beginning of a document."""
         from ftcli.data.chat.prompt import encode_prompt

@@ -115,9 +115,9 @@ class Task(Protocol):
     # Optional: the attributes of `TaskProperties` below, which other modules read without importing torch.
     # Optional: encode_rows(rows, facts) -> list[list[Row] | RowError], the results of `encode` for many rows, faster.
     # Optional: describe_rows(facts) -> list[str], log lines about the training rows.
-    # Optional: survey_parts(parts) -> (parts, facts), called with the rows of all sources and splits instead of
-    # `survey`, for a task whose columns must have the same meaning in all of them. It is not used for a derived class
-    # that overrides only `survey`.
+    # Optional: answer_ends() -> list[int], tokens that end a trained answer, for generation_config.json and the card.
+    # Optional: survey_parts(parts) -> (parts, facts), called instead of `survey` with the rows of all sources and
+    # splits. It is not used for a derived class that overrides only `survey`.
     # Optional, for models that are not part of transformers (own_model.py):
     # save_model(model, folder) writes everything except the weights; default: `save_pretrained` of the model, if any.
     # probe_output(output) -> Tensor, by which an export is compared; default: logits, or last_hidden_state, or the

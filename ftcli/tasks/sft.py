@@ -245,6 +245,14 @@ class Task:
         loss = float(rows["loss"].sum() / rows["items"].sum())
         return {"loss": loss, "perplexity": float(np.exp(loss))}
 
+    def answer_ends(self) -> list[int]:
+        """Return the tokens that end a trained answer: those of the chat template, or the tokenizer's."""
+        from ftcli.data.chat.encode import trained_ends
+
+        if self.options.chat != "never" and self.tokenizer.chat_template:
+            return sorted(trained_ends(self.tokenizer, self.variables))
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
     def save_processor(self, folder: str) -> None:
         """Write the tokenizer with its chat template."""
         from ftcli.data.tokenizer_files import save_tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ftcli.checkpoint.answer_ends import write_answer_ends
 from ftcli.checkpoint.final import PROBE, last_metrics, model_card, write_model
 from ftcli.checkpoint.foreign_files import remove_rewritten, set_aside
 from ftcli.checkpoint.hf_shards import WEIGHT_NAMES
@@ -61,8 +62,11 @@ def save_final(run: Run) -> None:
             write_adapter(model, dict(gathered), temporary, properties.adapter_task_type)
         else:
             write_model(run.task, model, gathered, temporary)
+        write_answer_ends(run.task, model, temporary)
         run.task.save_processor(str(temporary))
-        card = model_card(run.recipe, last_metrics(run.folder), model, auto_class, properties.pipeline_tag)
+        card = model_card(
+            run.recipe, last_metrics(run.folder), model, auto_class, properties.pipeline_tag, task=run.task
+        )
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if probe is not None:
             save_file(probe, run.folder.path / PROBE, metadata={"step": str(run.position)})

@@ -104,6 +104,8 @@ def test_save_final_of_an_adapter_gives_the_same_logits_in_peft(kind: str, input
     probe = load_file(tmp_path / "run" / PROBE)
     expected = probe.pop("logits")
     exported = export(tmp_path / "run", tmp_path / "merged", merge="adapter" in KINDS[kind])
+    assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == [1]
+    assert "Answers end with `<|im_end|>`" in (exported / "README.md").read_text()
     for folder in (tmp_path / "run" / "final", exported):
         with torch.no_grad():
             loaded_logits = load_plain("AutoModelForCausalLM", folder)(**probe).logits
@@ -154,6 +156,7 @@ def test_export_of_a_checkpoint_has_the_logits_of_the_trained_model(
     assert (actual - expected).norm() / expected.norm() < 1e-5 < 1e-3 < (base - expected).norm() / expected.norm()
     line = "the embeddings are trained with the adapter, so they become two weights"
     assert any(line in each for each in run.log_lines) == (model == "tied")
+    assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == [1]
     config = json.loads((exported / ("config.json" if merge else "adapter_config.json")).read_text())
     assert not merge or config.get("tie_word_embeddings", False) is False
 

@@ -130,6 +130,8 @@ def test_train_writes_exactly_these_files(train: Callable[..., Path], ftcli: Run
     run = train({})
     assert names(run) == FILES | {"final"}
     assert names(run / "final") == WEIGHTS | TOKENIZER | {"README.md"}
+    assert json.loads((run / "final" / "generation_config.json").read_text())["eos_token_id"] == [1]
+    assert "Answers end with `<|im_end|>`" in (run / "final" / "README.md").read_text()
     training, evaluations = rows_of(run)
     assert [row["step"] for row in training] == [1, 2, 3, 4]
     expected = {"step", "loss", "grad_norm", "learning_rate", "items", "samples", "epoch", "seconds"}

@@ -177,17 +177,18 @@ def load_template(tokenizer: Any, path: str) -> None:
         return  # the template rejects this probe conversation, but may accept the conversations of the rows
 
 
-def trained_ends(tokenizer: Any) -> frozenset[int]:
+def trained_ends(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> frozenset[int]:
     """Return the ids of the tokens that end a trained answer or tool call; an empty set without a chat template.
 
     Args:
         tokenizer: The tokenizer.
+        variables: Values of the template's variables.
     """
     if not tokenizer.chat_template:
         return frozenset()
     try:
         with Refusals():  # a tokenizer may have several templates without a default
-            stops = _template(tokenizer, str(tokenizer.chat_template)).stops
+            stops = _template(tokenizer, str(tokenizer.chat_template)).using(variables or {}).stops
     except RowError:
         return frozenset()
     return frozenset(int(tokenizer.convert_tokens_to_ids(token)) for token in stops)

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -251,6 +252,30 @@ def find_best(folders: list[Path], keep_best: Best) -> Path | None:
         if value is not None and math.isfinite(value):
             scores[folder] = sign * value
     return min(scores, key=lambda folder: scores[folder]) if scores else None
+
+
+def describe_best(run: Path) -> str:
+    """Return the best checkpoint of a run with its value and the command that exports it.
+
+    Args:
+        run: The run folder.
+
+    Returns:
+        The text; "" if the recipe of the newest checkpoint has no `keep_best`, or if no checkpoint was evaluated.
+    """
+    newest = newest_intact(run, hashes=False)[0]
+    try:
+        keep_best = None if newest is None else stored_recipe(newest).checkpoint.keep_best
+    except InputError:  # another version of ftcli wrote it
+        return ""
+    best = None if keep_best is None else find_best(checkpoints_of(run), keep_best)
+    if keep_best is None or best is None:
+        return ""
+    kind, value = "smallest" if keep_best.direction == "min" else "largest", read_state(best)["metrics"]
+    return (
+        f"step {step_of(best)} has the {kind} {keep_best.metric} of the saved checkpoints, "
+        f"{value[keep_best.metric]:.6g}; `ftcli export {shlex.quote(str(best))} FOLDER` exports it"
+    )
 
 
 def folder_size(folder: Path) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli._version import __version__
+from ftcli.checkpoint.folder import describe_best
 from ftcli.reports.preview_html import STYLE
 from ftcli.reports.report_charts import draw_charts, is_drawable, require_bokeh, style_of
 from ftcli.reports.report_samples import draw_samples
@@ -154,6 +155,9 @@ def _draw_body(
     yield f"<h1>{_text(', '.join(comparison.labels))}</h1>"
     yield from (f'<p class="warning">{_text(note)}</p>' for note in comparison.notes)
     yield _draw_table("", runs, comparison.summary)
+    for run in runs:
+        if best := describe_best(run.path):
+            yield f"<p>Best checkpoint of {_text(run.label)}: {_text(best)}.</p>"
     if len(runs) > 1:
         yield "<h2>Differences</h2>"
         for heading, rows in comparison.differences.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ftcli.checkpoint.folder import folder_size, unused_entries
+from ftcli.checkpoint.folder import describe_best, folder_size, unused_entries
 from ftcli.reports.run_record import number, usable_rows
 from ftcli.reports.text_chart import draw_text_chart
 from ftcli.runtime.checkpoint_names import checkpoints_of
@@ -46,6 +46,8 @@ def show_run(path: str | Path) -> Iterable[str]:
             values = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items() if value is not None)
             lines.append(f"eval     step {row['step']}: {values}")
     lines += [f"saved    {path} ({folder_size(path) / 1e6:.1f} MB)" for path in checkpoints_of(folder.path)]
+    if best := describe_best(folder.path):
+        lines.append(f"best     {best}")
     lines += [f"left     {path} {line}" for path, line in unused_entries(folder.path)]
     if folder.final.is_dir():
         lines.append(f"final    {folder.final} ({folder_size(folder.final) / 1e6:.1f} MB)")

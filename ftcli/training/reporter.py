@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ftcli.checkpoint.folder import describe_best
 from ftcli.models.kernels.compile import GraphCounter
 from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_RESUME, InputError
 from ftcli.runtime.load_monitor import gpu_uuid
@@ -283,6 +284,7 @@ class Reporter:
             message += f" ({self.run.stop.reason})" if self.run.stop.reason else ""  # empty if another rank had it
             next_step = f"continues after step {step}" if step else "starts from the beginning"
             self.print_line(f"{message}; --resume auto {next_step}")
+            self._report_best()
             if self.folder is not None:
                 self.folder.write_status("stopped", step, EXIT_RESUME, message)
 
@@ -290,6 +292,11 @@ class Reporter:
         """Print the summary of a stream."""
         if self.run.stream is not None:
             self.print_line(self.run.stream.summary())
+
+    def _report_best(self) -> None:
+        """Print the best checkpoint, if the recipe keeps it."""
+        if self.folder is not None and (best := describe_best(self.folder.path)):
+            self.print_line(f"best checkpoint: {best}")
 
     def done(self) -> None:
         """Record that the run is complete."""
@@ -299,6 +306,7 @@ class Reporter:
                 self.print_line(self._graphs.summary())
             if self.folder is not None:
                 self.print_line(f"done in {time.perf_counter() - self._started:.0f} s; weights in {self.folder.final}")
+                self._report_best()
                 self.folder.write_status("done", self.number, EXIT_DONE)
             else:
                 self.print_line(

@@ -111,6 +111,7 @@ def train(tmp_path: Path, ftcli: RunCli) -> Callable[..., Path]:
         recipe.write_text(yaml.safe_dump(SFT | changes))
         code, out, err = ftcli("train", recipe, "--output", output, *arguments)
         assert code == 0, err
+        assert ("best checkpoint: step" in err) == ("keep_best" in changes.get("checkpoint", {}))
         assert out == (f"{output}-dry-run\n" if "--dry-run" in arguments else f"{output}\n")
         return Path(out.rstrip("\n"))
 
@@ -275,12 +276,14 @@ def test_train_with_tracker_tensorboard_writes_its_rows(train: Callable[..., Pat
 
 
 def test_train_with_log_report_writes_the_report(train: Callable[..., Path]) -> None:
-    run = train({"log": {"report": True}, "train": {"max_steps": 2}})
+    best = {"keep_best": {"metric": "loss", "direction": "min"}}
+    run = train({"log": {"report": True}, "train": {"max_steps": 2}, "checkpoint": best})
     assert names(run) == FILES | {"final", "report.html"}
     events = [(row["event"], row["step"]) for row in map(json.loads, (run / "events.jsonl").read_text().splitlines())]
     assert events == [("launch", 0), ("checkpoint", 2)]
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "no profile (NO), processes: 1, device: cpu" in page and "Loss per item" in page
+    assert "Best checkpoint of run: step 2 has the smallest loss of the saved checkpoints" in page
 
 
 @pytest.mark.parametrize(

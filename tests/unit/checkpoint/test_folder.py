@@ -17,6 +17,7 @@ from ftcli.checkpoint import folder as checkpoint_folder
 from ftcli.checkpoint.folder import (
     FORMAT,
     abandon,
+    describe_best,
     find_best,
     find_damage,
     folder_size,
@@ -160,6 +161,12 @@ def test_find_best_without_evaluations_returns_none(tmp_path: Path) -> None:
     for step in (1, 2):
         write(tmp_path, step)
     assert find_best(checkpoints_of(tmp_path), Best(metric="loss", direction="min")) is None
+
+
+def test_describe_best_of_a_checkpoint_without_a_readable_recipe_is_empty(tmp_path: Path) -> None:
+    assert describe_best(tmp_path) == ""
+    write(tmp_path, 1, recipe={"checkpoint": {"keep_best": {"metric": "loss"}}}, versions={}, metrics={"loss": 1.0})
+    assert describe_best(tmp_path) == ""
 
 
 def test_abandon_leaves_newer_checkpoints_until_the_next_one(tmp_path: Path) -> None:

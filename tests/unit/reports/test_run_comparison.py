@@ -105,6 +105,16 @@ def test_show_run_draws_the_loss(tmp_path: Path) -> None:
     assert lines[place + 1].split() == ["5.549", "|*"] and lines[place + HEIGHT].split()[:2] == ["4.93", "|"]
 
 
+def test_show_run_with_keep_best_names_the_best_checkpoint_and_its_export() -> None:
+    best = FOLDERS / "sft" / "checkpoints" / "step-000003"
+    value = json.loads((best / "state.json").read_text())["metrics"]["loss"]
+    text = (
+        f"step 3 has the smallest loss of the saved checkpoints, {value:.6g}; `ftcli export {best} FOLDER` exports it"
+    )
+    assert f"best     {text}" in list(show_run(FOLDERS / "sft"))
+    assert not any(line.startswith("best") for line in show_run(FOLDERS / "sft_lora"))
+
+
 def test_show_run_of_rows_with_text_and_nan_draws_the_rest(tmp_path: Path) -> None:
     run = copy_run("sft", tmp_path / "run")
     change_rows(run, {0: {"loss": "x", "train/a/loss": "y"}, 1: {"eval/loss": "z"}, 4: {"loss": math.nan}})

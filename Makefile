@@ -16,8 +16,8 @@ quickstart: .venv/.quickstart
 # Tests start hundreds of processes; each would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# tests/conftest.py makes the groups: all tests that start ranks, and the tests of each other file. In the order of
-# collection, so that the group of the ranks, which is the longest, comes first.
+# tests/support/worker_groups.py makes the groups: all tests that start ranks, and the tests of each other file. In the
+# order of collection, so that the group of the ranks, which is the longest, comes first.
 WORKERS := -n 3 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 FAST := -m "not gpu and not slow and not full and not browser"
 

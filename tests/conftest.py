@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import io
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -18,6 +17,7 @@ import pytest
 
 from .support.runner import Finished, MakeInputs, RunCli
 from .support.second_try import SecondTry, add_option
+from .support.worker_groups import make_scheduler, prepare_items
 
 # A shell has what it starts in the background ignore Ctrl-C, and Python then raises no KeyboardInterrupt for it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -29,12 +29,7 @@ HUB_CACHE = tempfile.mkdtemp(prefix="ftcli-hub-cache-")
 os.environ["HF_HUB_CACHE"] = HUB_CACHE
 atexit.register(shutil.rmtree, HUB_CACHE, ignore_errors=True)
 
-TESTS = Path(__file__).resolve().parent
 SECONDS: Counter[str] = Counter()  # of tests with their fixtures, by folder
-# What a test module calls to start ranks. In end_to_end/ the command line starts them too.
-RANK_SERVER = re.compile(r"\b(run_on_cpu|run_on_processes|run_forked|fork_context|support\.killing)\b")
-RANKS_BY_COMMAND = re.compile(r"--num-processes\b|\bnum_processes=")
-RANKS_SECONDS = 600  # before pytest-timeout takes a test that starts ranks for one that hangs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,26 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SecondTry(config))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist then appends the groups to the names
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put all tests that start ranks into one group for xdist, and the tests of each other file into one.
-
-    One worker imports the rank server, and two cores never run the ranks of two launches. On a worker this group comes
-    first, because it is the longest.
-    """
-    starts_ranks = {path: _starts_ranks(path) for path in {item.path for item in items}}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ranks" if starts_ranks[item.path] else item.path.stem))
-        if starts_ranks[item.path] and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(RANKS_SECONDS))
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not starts_ranks[item.path])
+    """Treat tests that start ranks apart."""
+    prepare_items(config, items)
 
 
-def _starts_ranks(path: Path) -> bool:
-    folder, text = path.relative_to(TESTS).parts[0], path.read_text(encoding="utf-8")
-    by_command = folder == "end_to_end" and RANKS_BY_COMMAND.search(text)
-    return bool(folder == "multiprocess" or by_command or RANK_SERVER.search(text))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return our scheduler for workers."""
+    return make_scheduler(config, log)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

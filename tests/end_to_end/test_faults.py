@@ -32,6 +32,7 @@ RECIPE = recipe_values(
 )
 TROUBLED_TASK = """
 import os, time
+from pathlib import Path
 import torch
 from ftcli.runtime import heartbeat
 from ftcli.tasks import sft
@@ -52,7 +53,8 @@ class Task(sft.Task):
         if str(self.calls) == os.environ.get("FULL_AT"):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\\nMore words.")
         if os.environ.get("HANG_AT") == f"{os.environ.get('RANK', '0')}:{self.calls}":
-            time.sleep(6)
+            events = Path(os.environ["EVENTS"])
+            while not events.exists() or '"step": 5, "event": "stall"' not in events.read_text(): time.sleep(0.1)
         rest = {name: value for name, value in batch.items() if name != "poison"}
         return super().loss(model, rest) * batch["poison"]
 
@@ -246,9 +248,11 @@ def test_train_on_two_ranks_out_of_memory_names_the_rank(inputs: Path, tmp_path:
 
 @pytest.mark.slow
 def test_train_on_two_ranks_with_a_hanging_rank_names_it(inputs: Path, tmp_path: Path) -> None:
-    code, output = train_on_two(inputs, tmp_path / "hung", HANG_AT="1:6")
+    code, output = train_on_two(
+        inputs, tmp_path / "hung", HANG_AT="1:6", EVENTS=str(tmp_path / "hung" / "events.jsonl")
+    )
     assert code == 0, output
-    lines = [line for line in output.splitlines() if "usually" in line]
-    assert len(lines) == 1 and "ftcli: step 5 has taken 2 s, usually 0." in lines[0], output
+    lines = [line for line in output.splitlines() if "ftcli: step 5 has taken" in line]
+    assert len(lines) == 1 and ", usually " in lines[0], output
     assert "the slowest, rank 1, has been in forward (step 5) for" in lines[0]
     assert not (tmp_path / "hung" / "heartbeats").exists()

@@ -17,7 +17,7 @@ from ftcli.checkpoint.answer_ends import FILE as GENERATION
 from ftcli.checkpoint.answer_ends import write_answer_ends
 from ftcli.checkpoint.conversion import convert_adapter, convert_model, merged_card, name_base_revision, name_dtype
 from ftcli.checkpoint.export_job import ExportJob
-from ftcli.checkpoint.final import PROBE, check_base, load_plain, model_card
+from ftcli.checkpoint.final import PROBE, check_base, check_final_files, load_plain, model_card
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
 from ftcli.checkpoint.hf_shards import SHARD_SIZE, save_weights, shard_bytes
 from ftcli.checkpoint.proof import fits_in_memory, prove
@@ -198,6 +198,7 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
     from ftcli.hardware.environment import quiet_libraries
 
     assert job.final is not None
+    check_final_files(job.final, is_adapter=job.is_adapter, has_config=bool(job.auto_class))
     check_base(RunFolder(job.final.parent), job.recipe)
     trusted = job.recipe.model.trust_remote_code
     names = label_settings(job.final).get("id2label")

@@ -17,6 +17,8 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.adapter_folder import has_label_names, label_settings, loading_instructions
+from ftcli.models.adapters import CONFIG, WEIGHTS
+from ftcli.models.files import header_problem, weight_files
 from ftcli.models.frozen_weights import check_frozen, frozen_digest
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
 from ftcli.runtime.checkpoint_names import STATE, checkpoints_of
@@ -129,6 +131,32 @@ def model_card(
         ]
     )
     return redact(card)
+
+
+def check_final_files(final: Path, *, is_adapter: bool, has_config: bool) -> None:
+    """Check that final weights are safetensors files with valid headers, as ftcli writes them.
+
+    Args:
+        final: Folder of final weights.
+        is_adapter: Whether the run trained an adapter.
+        has_config: Whether a whole model has a config.json, as those of transformers.
+
+    Raises:
+        InputError: A file is missing or damaged, or the weights are pickled.
+    """
+    hint = "restore it from a copy, or export a checkpoint of the run: `ftcli show RUN` lists them"
+    files = [final / CONFIG, final / WEIGHTS] if is_adapter else weight_files(final) or [final / "model.safetensors"]
+    files += [final / "config.json"] if has_config and not is_adapter else []
+    pickled = [path.name for path in sorted(final.iterdir()) if path.suffix in (".bin", ".pt", ".pth")]
+    for path in files:
+        if path.is_file() and path.suffix in (".safetensors", ".json"):
+            continue
+        if pickled:
+            raise InputError(f"{final} has pickled weights ({pickled[0]}), which are not exported", hint=hint)
+        raise InputError(f"{path} is missing", hint=hint)
+    for path in files:
+        if path.suffix == ".safetensors" and (problem := header_problem(path)):
+            raise InputError(f"{path} is damaged: {problem}", hint=hint)
 
 
 def check_base(run: RunFolder, recipe: Recipe) -> None:

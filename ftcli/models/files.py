@@ -76,6 +76,15 @@ def stored_shapes(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
+def header_problem(path: Path) -> str:
+    """Return why a safetensors file cannot be complete, from its header; "" if it can."""
+    try:
+        size, expected = path.stat().st_size, _expected_size(path)
+    except InputError:
+        return "it has no valid header"
+    return f"it ends after {size:,} of {expected:,} bytes" if size < expected else ""
+
+
 def _header(path: Path) -> dict[str, Any]:
     """Return the entries of a safetensors header, by name of the tensor."""
     with path.open("rb") as file:

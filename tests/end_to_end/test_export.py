@@ -285,6 +285,31 @@ def test_export_of_changed_final_weights_is_refused_without_a_stack_trace(
     assert [item.name for item in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "becomes", "problem"),
+    [
+        ("sft-tied", "model.safetensors", "pytorch_model.bin", "has pickled weights (pytorch_model.bin)"),
+        ("sft-tied", "model.safetensors", None, "model.safetensors is missing"),
+        ("sft-tied", "config.json", None, "config.json is missing"),
+        ("text-lora", "adapter_model.safetensors", "adapter_model.bin", "has pickled weights (adapter_model.bin)"),
+        ("text-lora", "adapter_model.safetensors", "adapter_model.safetensors", "damaged: it has no valid header"),
+        ("text-lora", "adapter_config.json", None, "adapter_config.json is missing"),
+    ],
+)
+def test_export_of_final_weights_in_other_files_is_refused(
+    name: str, file: str, becomes: str | None, problem: str, runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(runs(name), tmp_path / "run"))
+    values = load_file(run / "final" / file) if file.endswith(".safetensors") else {}
+    (run / "final" / file).unlink()
+    if becomes is not None:
+        torch.save(values, run / "final" / becomes)
+    for merge in [[]] if name == "sft-tied" else [[], ["--merge"]]:
+        code, output = ftcli("export", run, tmp_path / "e", *merge)
+        assert code == 2 and problem in output and "export a checkpoint of the run" in output, output
+    assert [item.name for item in tmp_path.iterdir()] == ["run"]
+
+
 def test_export_of_a_checkpoint_without_row_facts_is_refused_with_a_remedy(
     runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
 ) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ftcli.checkpoint.answer_ends import write_answer_ends
+from ftcli.checkpoint.answer_ends import trained_answer_ends, write_answer_ends
 from ftcli.checkpoint.final import PROBE, last_metrics, model_card, write_model
 from ftcli.checkpoint.foreign_files import remove_rewritten, set_aside
 from ftcli.checkpoint.hf_shards import WEIGHT_NAMES
 from ftcli.models.adapter_folder import write_adapter
 from ftcli.models.own_model import probe_tensor
 from ftcli.runtime.durable_files import sync, sync_tree
-from ftcli.runtime.errors import InputError
+from ftcli.runtime.errors import InputError, Problem, RunError
 from ftcli.runtime.run_folder import explain_disk_errors
 from ftcli.tasks.protocol import properties_of
 
@@ -35,6 +41,7 @@ def save_final(run: Run) -> None:
     Raises:
         DiskError: The weights cannot be written. On the main rank.
         InputError: The run has no folder. On every rank.
+        RunError: A method of a user's task raised an exception. On the main rank.
     """
     if run.folder is None:
         raise InputError("the run has no folder to write into", hint="name one: ftcli.prepare(recipe, output=FOLDER)")
@@ -56,7 +63,7 @@ def save_final(run: Run) -> None:
     model: Any = run.hardware.unwrap(run.model)
     auto_class, properties = getattr(run.task, "auto_class", None) or "", properties_of(run.task)
     gathered = ((name, value) for name, value in values if value is not None)  # all values, on the main rank
-    with explain_disk_errors(run.folder.final, SafetensorError):
+    with _explain_lost_weights(run), explain_disk_errors(run.folder.final, SafetensorError):
         temporary.mkdir()
         if is_adapter:
             write_adapter(model, dict(gathered), temporary, properties.adapter_task_type)
@@ -105,18 +112,24 @@ def probe_of(run: Run) -> dict[str, Tensor] | None:
 def check_saving(run: Run) -> None:
     """Check before the first step that the weights of a run can be written. A collective.
 
-    For models that transformers does not load with a head, the probe is computed once as a test.
+    For models that transformers does not load with a head, the probe is computed once as a test. Methods of a user's
+    task are called once, with a temporary folder.
 
     Raises:
-        InputError: The task does not provide what saving needs, or a parameter name contains "@".
+        InputError: The task does not provide what saving needs or raises an exception, or a parameter name contains
+            "@".
     """
     auto_class = getattr(run.task, "auto_class", None)
     if run.folder is not None and auto_class is not None:
         WEIGHT_NAMES.require()
-    if run.folder is None or (isinstance(auto_class, str) and "For" in auto_class):
+    if run.folder is None:
         return
 
-    if auto_class is not None:
+    _try_writing(run)
+    if isinstance(auto_class, str) and "For" in auto_class:
+        if not _are_users_own(run.task, "probe", "probe_output"):
+            return
+    elif auto_class is not None:
         import transformers
 
         if not hasattr(transformers, auto_class):
@@ -127,5 +140,88 @@ def check_saving(run: Run) -> None:
     for name in (name for name, _ in run.hardware.unwrap(run.model).named_parameters()):
         if "@" in name:
             raise InputError(f"the parameter {name} cannot be saved: @ separates names in checkpoints")
-    probe_of(run)
+    with explain_task_errors(run.task, "it is called before the first step, because final weights need it"):
+        probe_of(run)
     run.hardware.train(run.model)
+
+
+def _try_writing(run: Run) -> None:
+    """Call the methods of a user's task that write files, with a temporary folder on the main rank. A collective.
+
+    Raises:
+        InputError: A method raised an exception. On every rank.
+    """
+    writes_model = run.recipe.adapter.type == "none" and _are_users_own(run.task, "save_model")
+    writes_processor = _are_users_own(run.task, "save_processor", "answer_ends")
+    problems: list[Problem] = []
+    if run.hardware.ranks.is_main and (writes_model or writes_processor):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                with explain_task_errors(run.task, "it is called before the first step, because final weights need it"):
+                    if writes_model:
+                        run.task.save_model(run.hardware.unwrap(run.model), folder)  # type: ignore[attr-defined]
+                    if writes_processor:
+                        run.task.save_processor(folder)
+                        trained_answer_ends(run.task)
+            except InputError as error:
+                problems = error.problems
+    if problems := run.hardware.ranks.collect(problems)[0]:
+        raise InputError(problems)
+
+
+def _are_users_own(task: Any, *names: str) -> bool:
+    """Return whether a task has one of the methods from a file outside of ftcli."""
+    methods = [getattr(task, name) for name in names if hasattr(task, name)]
+    return any(not (getattr(method, "__module__", None) or "").startswith("ftcli.") for method in methods)
+
+
+@contextmanager
+def explain_task_errors(task: Any, hint: str) -> Iterator[None]:
+    """Convert exceptions of a task's methods inside the block into an `InputError` with the line in the task's file.
+
+    Args:
+        task: The task.
+        hint: What to do.
+
+    Raises:
+        InputError: The block raised an exception.
+    """
+    try:
+        yield
+    except (InputError, RunError):
+        raise
+    except Exception as error:
+        frame = _task_frame(task, error) or traceback.extract_tb(error.__traceback__)[-1]
+        raise InputError(
+            f"the task's method {frame.name} raised {type(error).__name__}: {error}",
+            where=f"{frame.filename}:{frame.lineno}",
+            hint=hint,
+        ) from error
+
+
+@contextmanager
+def _explain_lost_weights(run: Run) -> Iterator[None]:
+    """Convert an exception of a user's task while final weights are written: the last checkpoint has the weights."""
+    try:
+        yield
+    except (InputError, RunError, OSError):
+        raise
+    except Exception as error:
+        frame = _task_frame(run.task, error)
+        if frame is None:
+            raise
+        raise RunError(
+            f"final weights were not written: {frame.filename}:{frame.lineno}: the task's method {frame.name} raised "
+            f"{type(error).__name__}: {error}. The newest checkpoint has the trained weights: correct the method and "
+            "export the checkpoint with `ftcli export RUN FOLDER`"
+        ) from error
+
+
+def _task_frame(task: Any, error: Exception) -> traceback.FrameSummary | None:
+    """Return the last frame of an exception in the file of a user's task; None without one."""
+    module = type(task).__module__
+    if module.startswith("ftcli."):
+        return None
+    file = getattr(sys.modules.get(module), "__file__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if frame.filename == file), None)

@@ -18,7 +18,7 @@ from ftcli.launch.worker import evaluate_run, work
 from ftcli.models.own_model import load_weights
 from ftcli.reports.check import check
 from ftcli.reports.comparison import TOLERANCES, Curve, compare
-from ftcli.runtime.errors import InputError
+from ftcli.runtime.errors import InputError, RunError
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import run_on_cpu, save_tiny_encoder
 from ftcli.training.checkpointing import save_checkpoint
@@ -164,6 +164,26 @@ def test_task_with_its_own_module_trains_resumes_evaluates_and_exports(is_probed
         values = load_file(folder / "model.safetensors")
         assert all(torch.equal(values[key], final[key]) for key in final)
         assert (folder / "bag.txt").exists() == is_probed
+
+
+@pytest.mark.parametrize("method", ["save_model", "save_processor", "probe", "probe_output", "answer_ends"])
+def test_prepare_with_a_task_whose_method_for_saving_raises_names_its_line(method: str, inputs: Path) -> None:
+    arguments = {"save_model": "model, folder", "save_processor": "folder", "probe": "batch", "probe_output": "output"}
+    raising = f"\n    def {method}(self, {arguments.get(method, '')}):\n        raise KeyError('no such key')\n"
+    path = recipe(inputs, OWN + PROBED + raising)
+    line = (inputs / "own.py").read_text().count("\n")
+    with pytest.raises(InputError, match=f"the task's method {method} raised KeyError: 'no such key'") as raised:
+        ftcli.prepare(path, cpu=True, output=inputs / "run")
+    assert raised.value.problems[0].where == f"{inputs / 'own.py'}:{line}"
+    ftcli.prepare(path, cpu=True)  # writes nothing
+
+
+def test_save_final_with_a_task_that_raises_after_training_names_the_checkpoint(inputs: Path) -> None:
+    raising = "\n    def save_model(self, model, folder):\n        assert folder.count('final') == 0, 'not here'\n"
+    run = ftcli.prepare(recipe(inputs, OWN + raising), cpu=True, output=inputs / "run")
+    with pytest.raises(RunError, match="own.py:.*save_model raised AssertionError: not here.*export the checkpoint"):
+        save_final(run)
+    assert not (inputs / "run" / "final").exists()
 
 
 @pytest.mark.parametrize("is_probed", [True, False])

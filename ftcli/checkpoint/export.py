@@ -22,6 +22,7 @@ from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, r
 from ftcli.checkpoint.hf_shards import SHARD_SIZE, save_weights, shard_bytes
 from ftcli.checkpoint.proof import fits_in_memory, prove
 from ftcli.checkpoint.rebuild import rebuild_by_task
+from ftcli.checkpoint.task_errors import explain_task_errors
 from ftcli.checkpoint.verify import ExpectedModel, digest, reload_in_fresh_process
 from ftcli.config.load import load_run_recipe
 from ftcli.config.trust import check_links, check_stored
@@ -289,8 +290,9 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
                 }
                 digests = {name: digest(value) for name, value in (trained | buffer_values).items()}
                 expected = replace(expected, digests=digests)
-        write_answer_ends(task, model, folder)
-        task.save_processor(str(folder))
+        with explain_task_errors(task, "correct the method: the export needs it"):
+            write_answer_ends(task, model, folder)
+            task.save_processor(str(folder))
         (folder / "README.md").write_text(card, encoding="utf-8")
         if job.is_adapter and job.auto_class:
             return replace(expected, distance=prove(job, model, folder, labels=labels))
@@ -327,7 +329,8 @@ def _write_model(
             digests[name] = digest(value)
             yield name, value
 
-    save_config(task, model, folder)
+    with explain_task_errors(task, "correct the method: the export needs it"):
+        save_config(task, model, folder)
     record_cut_tie(model, targets, folder)
     name_dtype(folder / "config.json", job.dtype)
     save_weights(names_in_files(model), targets, digested(), folder, job.most)

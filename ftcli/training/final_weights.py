@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ from ftcli.checkpoint.answer_ends import trained_answer_ends, write_answer_ends
 from ftcli.checkpoint.final import PROBE, last_metrics, model_card, write_model
 from ftcli.checkpoint.foreign_files import remove_rewritten, set_aside
 from ftcli.checkpoint.hf_shards import WEIGHT_NAMES
+from ftcli.checkpoint.task_errors import explain_task_errors, task_frame
 from ftcli.models.adapter_folder import write_adapter
 from ftcli.models.own_model import probe_tensor
 from ftcli.runtime.durable_files import sync, sync_tree
@@ -176,30 +175,6 @@ def _are_users_own(task: Any, *names: str) -> bool:
 
 
 @contextmanager
-def explain_task_errors(task: Any, hint: str) -> Iterator[None]:
-    """Convert exceptions of a task's methods inside the block into an `InputError` with the line in the task's file.
-
-    Args:
-        task: The task.
-        hint: What to do.
-
-    Raises:
-        InputError: The block raised an exception.
-    """
-    try:
-        yield
-    except (InputError, RunError):
-        raise
-    except Exception as error:
-        frame = _task_frame(task, error) or traceback.extract_tb(error.__traceback__)[-1]
-        raise InputError(
-            f"the task's method {frame.name} raised {type(error).__name__}: {error}",
-            where=f"{frame.filename}:{frame.lineno}",
-            hint=hint,
-        ) from error
-
-
-@contextmanager
 def _explain_lost_weights(run: Run) -> Iterator[None]:
     """Convert an exception of a user's task while final weights are written: the last checkpoint has the weights."""
     try:
@@ -207,7 +182,7 @@ def _explain_lost_weights(run: Run) -> Iterator[None]:
     except (InputError, RunError, OSError):
         raise
     except Exception as error:
-        frame = _task_frame(run.task, error)
+        frame = task_frame(run.task, error)
         if frame is None:
             raise
         raise RunError(
@@ -215,13 +190,3 @@ def _explain_lost_weights(run: Run) -> Iterator[None]:
             f"{type(error).__name__}: {error}. The newest checkpoint has the trained weights: correct the method and "
             "export the checkpoint with `ftcli export RUN FOLDER`"
         ) from error
-
-
-def _task_frame(task: Any, error: Exception) -> traceback.FrameSummary | None:
-    """Return the last frame of an exception in the file of a user's task; None without one."""
-    module = type(task).__module__
-    if module.startswith("ftcli."):
-        return None
-    file = getattr(sys.modules.get(module), "__file__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame for frame in reversed(frames) if frame.filename == file), None)

@@ -184,6 +184,11 @@ def test_save_final_with_a_task_that_raises_after_training_names_the_checkpoint(
     with pytest.raises(RunError, match="own.py:.*save_model raised AssertionError: not here.*export the checkpoint"):
         save_final(run)
     assert not (inputs / "run" / "final").exists()
+    saved = save_checkpoint(run, 0)
+    assert saved is not None
+    (inputs / "own.py").write_text(OWN + raising.replace("'final'", "''"))
+    with pytest.raises(InputError, match="the task's method save_model raised AssertionError: not here"):
+        export(saved, inputs / "exported", trust_remote_code=True)
 
 
 @pytest.mark.parametrize("is_probed", [True, False])

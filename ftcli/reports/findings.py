@@ -69,6 +69,7 @@ def judge(
     if "eval" in measures:
         findings += _find_overlap(len(measures["eval"]), **statistics["eval"]["overlap"])
     findings += _find_tokens_without_embedding(prepared)
+    findings += _find_spelled_tokens(statistics)
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
     return [*_find_long_rows(prepared, values), *findings]
 
@@ -222,6 +223,22 @@ def _find_unusual_text(train: Measures) -> Iterator[Finding]:
             f"{share(count, len(train))} have under a third of the usual {usual:.1f} characters in a token "
             f"({examples(train, unusual)})",
             "the tokenizer splits this text into very short tokens: another script, encoded data, or a broken encoding",
+        )
+
+
+def _find_spelled_tokens(statistics: dict[str, Any]) -> Iterator[Finding]:
+    """Find texts that spell control tokens, such as the end of a turn."""
+    for split, values in statistics.items():
+        if (spelled := values.get("control_tokens")) is None:
+            continue
+        tokens = ", ".join(list(spelled["tokens"])[:5]) + (", ..." if len(spelled["tokens"]) > 5 else "")
+        shown = "; ".join(f"row {number} of {source}: {text!r}" for number, source, text in spelled["shown"])
+        yield Finding(
+            "warning",
+            f"data.{split}: the text of {share(spelled['found'], spelled['rows'])} spells control tokens ({tokens}); "
+            + shown,
+            "they become real tokens, as if the chat template had written them, and may end a turn or begin another: "
+            "remove them, or write them in another way, unless that is intended",
         )
 
 

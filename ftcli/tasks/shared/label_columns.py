@@ -162,7 +162,7 @@ def read_labels(rows: Dataset, path: str, known: Sequence[str] | None = None, *,
     if is_table and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         values = [value for value in column.unique().to_pylist() if value is not None and value.strip()]
         if values and all(NUMBER.fullmatch(value) for value in values):
-            listed, written = known or (), {}
+            listed, written = known or (), dict[str, list[str]]()
 
             def name_in_table(text: str | None) -> str | None:
                 name = text if text in listed else number_name(text or "")

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.task_registry import find_task, is_custom_task, tasks_where
-from ftcli.data.column_names import with_usual_names
-from ftcli.data.formats import convert
+from ftcli.data.formats import convert, with_usual_names
 from ftcli.data.paths import local_path
 from ftcli.data.sources import FIRST_CHARACTERS, rename_columns, require_columns
 from ftcli.data.streaming.lanes import BAD_ROW_HINT

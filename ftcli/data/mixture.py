@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ftcli.data.column_names import described_columns, unused_columns, with_usual_names
-from ftcli.data.formats import described, recognise, text_columns
+from ftcli.data.formats import (
+    described,
+    described_columns,
+    recognise,
+    text_columns,
+    unused_columns,
+    with_usual_names,
+)
 from ftcli.data.image_folders import list_images
 from ftcli.data.label_names import check_class_names, decode_class_names, joined_groups, similar_names
 from ftcli.data.paths import labels_of, local_path

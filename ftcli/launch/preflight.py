@@ -143,8 +143,7 @@ def describe_formats(recipe: Recipe) -> dict[str, str]:
         InputError: The columns of a source match no format of the task.
     """
     from ftcli.config.task_registry import find_task, is_custom_task
-    from ftcli.data.column_names import described_columns, with_usual_names
-    from ftcli.data.formats import described, recognise
+    from ftcli.data.formats import described, described_columns, recognise, with_usual_names
     from ftcli.data.paths import labels_of
     from ftcli.data.sources import first_columns
     from ftcli.data.streaming.corpus import columns_of_stream

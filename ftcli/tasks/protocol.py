@@ -307,7 +307,7 @@ class TaskProperties:
     Attributes:
         formats: Kinds of rows (data/formats.py) that a task without `columns` recognises.
         optional_columns: Columns that rows of a task with `columns` may have besides.
-        usual_names: Column -> name in public data sets, for sources with such names only (data/column_names.py).
+        usual_names: Column -> name in public data sets, for sources with such names only (data/formats.py).
         reads_text: Whether rows are text. Otherwise keys of the recipe for texts are errors.
         needs_tokenizer: Whether the folder of a local model must have a tokenizer.
         uses_vocabulary_logits: Whether the loss needs logits over the whole vocabulary, for the estimate of memory.

@@ -105,7 +105,7 @@ def prepare_data(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> 
 
 def survey(prepared: Prepared) -> Survey:
     """Survey prepared rows."""
-    from ftcli.reports.control_tokens import find_spelled_tokens
+    from ftcli.data.chat.control_tokens import find_spelled_tokens
     from ftcli.reports.findings import judge, too_long_rows
     from ftcli.reports.full_lengths import measure_full_length
     from ftcli.reports.row_statistics import measure, read_vocabulary
@@ -127,7 +127,7 @@ def survey(prepared: Prepared) -> Survey:
         statistics["train"]["epoch"] = _survey_epoch(prepared, measures["train"])
     if "eval" in measures:
         statistics["eval"]["overlap"] = _overlap(measures)
-    for name, spelled in find_spelled_tokens(prepared).items():
+    for name, spelled in find_spelled_tokens(recipe, task).items():
         statistics[name]["control_tokens"] = spelled.as_dict()
     findings = judge(prepared, measures, statistics, stored_notes(rows))
     return Survey(prepared.name, findings, statistics)

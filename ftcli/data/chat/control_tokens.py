@@ -18,7 +18,8 @@ from ftcli.data.chat.text_spans import special_ids
 from ftcli.tasks.protocol import properties_of
 
 if TYPE_CHECKING:
-    from ftcli.reports.survey_types import Prepared
+    from ftcli.config.recipe import Recipe
+    from ftcli.tasks.protocol import Task
 
 
 MOST_SHOWN = 3  # rows of a split whose text is shown
@@ -50,30 +51,31 @@ class SpelledTokens:
         return asdict(self) | {"tokens": dict(self.tokens.most_common())}
 
 
-def find_spelled_tokens(prepared: Prepared) -> dict[str, SpelledTokens]:
+def find_spelled_tokens(recipe: Recipe, task: Task) -> dict[str, SpelledTokens]:
     """Search the texts of all raw rows for the tokenizer's control tokens.
 
     Control tokens are special tokens. In a conversation they are also the other added tokens that the chat template
     writes, such as `<tool_call>`, unless the text is an answer.
 
     Args:
-        prepared: The recipe, its task and its rows.
+        recipe: The recipe, with resolved commits.
+        task: The recipe's task, with its tokenizer loaded.
 
     Returns:
         Split -> its rows; without splits in which no row spells a token, and empty for a task without a tokenizer.
     """
     from ftcli.data.mixture import read_sources
 
-    tokenizer = getattr(prepared.task, "tokenizer", None)
+    tokenizer = getattr(task, "tokenizer", None)
     if tokenizer is None:
         return {}
-    special, others = _control_tokens(prepared.task)
+    special, others = _control_tokens(task)
     anywhere, in_prompts = any_of(special), any_of([*special, *others])
     splits: dict[str, SpelledTokens] = {}
-    for part in read_sources(prepared.recipe, prepared.task):
+    for part in read_sources(recipe, task):
         split = splits.setdefault(part.split, SpelledTokens())
         split.rows += len(part.indices)
-        texts = part.rows.select_columns(_text_columns(prepared.task, part.rows.column_names))
+        texts = part.rows.select_columns(_text_columns(task, part.rows.column_names))
         for start in range(0, len(part.indices), BATCH):
             numbers = part.indices[start : start + BATCH]
             columns: dict[str, list[Any]] = texts[numbers.tolist()]

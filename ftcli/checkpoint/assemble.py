@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
-from ftcli.models.frozen_weights import check_frozen, frozen_digest
+from ftcli.models.trained_on import check_trained_on
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
 
@@ -74,10 +74,10 @@ def build_matching_model(recipe: Recipe, task: Task, state: dict[str, Any]) -> A
         The model, still without the weights of the checkpoint.
 
     Raises:
-        InputError: The frozen weights are not those of the run, the model lacks a weight of the checkpoint, or it has
+        InputError: The recipe's model is not the one of the run, the model lacks a weight of the checkpoint, or it has
             the weight in another shape.
     """
-    check_frozen(state, recipe, frozen_digest(recipe))
+    check_trained_on(state.get("frozen"), recipe.model.name, recipe.model.revision, hint="restore the old model")
     model = build_model(recipe, task, state["data"]["facts"])
     _check_names(model, state)
     return model

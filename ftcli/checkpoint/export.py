@@ -27,7 +27,9 @@ from ftcli.checkpoint.verify import ExpectedModel, digest, reload_in_fresh_proce
 from ftcli.config.load import load_run_recipe
 from ftcli.config.trust import check_links, check_stored
 from ftcli.models.adapter_folder import BASE_CONFIG, label_settings, write_adapter
+from ftcli.models.hub import check_named_code
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
+from ftcli.models.trained_on import TRAINED_ON, trained_on, write_trained_on
 from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.durable_files import make_folder, sync, sync_tree
 from ftcli.runtime.errors import ExportError, InputError, Problem, nearest
@@ -212,8 +214,9 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
         trusted=trusted,
         source=job.final,
     )
+    check_named_code(str(job.final), job.recipe.model.revision, trusted=trusted)
     check_links(job.final)
-    ignored = shutil.ignore_patterns("model*.safetensors*", *["adapter_*", BASE_CONFIG] * job.merge)
+    ignored = shutil.ignore_patterns("model*.safetensors*", *["adapter_*", BASE_CONFIG, TRAINED_ON] * job.merge)
     shutil.copytree(job.final, folder, ignore=ignored, dirs_exist_ok=True)
     if job.merge:
         quiet_libraries()
@@ -285,6 +288,7 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
             else:
                 trained = {name: value.to(dtype) for name, value in trained.items()}
                 write_adapter(model, trained, folder, properties.adapter_task_type)
+                write_trained_on(folder, trained_on(job.checkpoint))
                 buffer_values = {
                     name: value.to(dtype) if value.is_floating_point() else value for name, value in buffers.items()
                 }

@@ -16,19 +16,19 @@ from ftcli.checkpoint.answer_ends import describe_answer_ends
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.data.revisions import is_on_hub
-from ftcli.models.adapter_folder import has_label_names, label_settings, loading_instructions
+from ftcli.models.adapter_folder import base_of, has_label_names, label_settings, loading_instructions
 from ftcli.models.adapters import CONFIG, WEIGHTS
 from ftcli.models.files import header_problem, weight_files
-from ftcli.models.frozen_weights import check_frozen, frozen_digest
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
-from ftcli.runtime.checkpoint_names import STATE, checkpoints_of
+from ftcli.models.trained_on import check_trained_on, differences, trained_on
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.run_folder import RunFolder
-from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ftcli.config.recipe_inputs import Model
 
 
 PROBE = "probe.safetensors"
@@ -160,43 +160,45 @@ def check_final_files(final: Path, *, is_adapter: bool, has_config: bool) -> Non
 
 
 def check_base(run: RunFolder, recipe: Recipe) -> None:
-    """Check the base model of a run's final adapter against the digest that the run's newest checkpoint stores.
+    """Check the base model of a run's final adapter against what the run was trained on.
 
     Args:
         run: The run folder.
         recipe: Recipe of the run. Its model is not read if the adapter names another folder, as after a move.
 
     Raises:
-        InputError: The base has other weights. A run without an adapter or a readable checkpoint is not compared.
+        InputError: The base is another one. A run without an adapter is not compared, because `final/` is complete.
     """
-    config, checkpoints = run.final / "adapter_config.json", checkpoints_of(run.path)
-    state = read_object(checkpoints[-1] / STATE) if checkpoints and config.is_file() else None
-    if state is not None:
+    if (config := run.final / "adapter_config.json").is_file():
         # A model outside transformers has no name in this file.
         name = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"] or recipe.model.name
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": name})})
-        check_frozen(state, recipe, frozen_digest(recipe))
+        check_trained_on(trained_on(run.final), name, recipe.model.revision)
 
 
-def describe_other_base(recipe: Recipe, digest: str | None) -> list[str]:
-    """Return a log line if the adapter in `adapter.path` was trained with other frozen weights.
+def describe_other_base(recipe: Recipe) -> list[str]:
+    """Return a log line for each difference between a recipe's model and the base of the adapter in `adapter.path`.
 
     Args:
-        recipe: The recipe.
-        digest: `frozen_digest` of the recipe.
+        recipe: The recipe, with resolved commits.
 
     Returns:
-        No line if the adapter is not in a run folder with checkpoints, because nothing else stores the digest.
+        Without a record of ftcli, names and commits on the hub are compared.
     """
-    checkpoints = checkpoints_of(Path(recipe.adapter.path).parent) if recipe.adapter.path else []
-    state = read_object(checkpoints[-1] / STATE) if checkpoints else None
-    if state is None:
+    if not recipe.adapter.path:
         return []
-    try:
-        check_frozen(state, recipe, digest)
-    except InputError as error:
-        return [f"warning: adapter.path: {error.problems[0].what}"]
-    return []
+    folder, model = Path(recipe.adapter.path), recipe.model
+    stored = trained_on(folder)
+    found = differences(stored, model.name, model.revision, parts=("weights", "config"))
+    base = base_of(folder)
+    if stored is None and base is not None and is_on_hub(base[0]) and is_on_hub(model.name):
+        before, now = (f"{name} at {revision}" if revision else name for name, revision in (base, _known(model, base)))
+        found = [f"it was trained on {before}, and model.name is {now}"] * (before != now)
+    return [f"warning: adapter.path: {each}" for each in found]
+
+
+def _known(model: Model, base: tuple[str, str | None]) -> tuple[str, str | None]:
+    """Return name and revision of a model; without the revision if that of the base is not known."""
+    return model.name, model.revision if base[1] else None
 
 
 def load_plain(
@@ -221,11 +223,11 @@ def load_plain(
     Raises:
         InputError: The model has its own code, which is not trusted.
     """
-    from ftcli.config.trust import check_configs, code_refused
-    from ftcli.models.hub import correct_tie, keep_soft_capping
+    from ftcli.config.trust import code_refused
+    from ftcli.models.hub import check_named_code, correct_tie, keep_soft_capping
 
     trust = {"trust_remote_code": trust_remote_code}  # not None, because transformers would ask on a terminal
-    check_configs(folder, trusted=trust_remote_code)
+    check_named_code(str(folder), revision, trusted=trust_remote_code)
     auto = getattr(importlib.import_module("transformers"), auto_class)
     config = folder / "adapter_config.json"
     if not config.exists():
@@ -238,7 +240,6 @@ def load_plain(
     adapter = json.loads(config.read_text())
     name = adapter["base_model_name_or_path"]
     at = {"revision": adapter.get("revision") or revision} if is_on_hub(name) else {}
-    check_configs(Path(name), trusted=trust_remote_code)
     with code_refused(name):
         base = auto.from_pretrained(name, dtype=dtype, **trust, **at, **head)
         _make_room(correct_tie(keep_soft_capping(base)), folder, trust)

@@ -21,7 +21,7 @@ from ftcli.runtime.errors import InputError, Problem
 from ftcli.runtime.redaction import redact
 
 FLAG = "--trust-remote-code"
-CONFIGS = ("config.json", "adapter_config.json")
+CONFIGS = ("config.json", "adapter_config.json", "base_config/config.json")  # the last one: adapter_folder.py
 KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 REFUSAL = "trust_remote_code=True"  # in the message of transformers when it refuses to run a model's code
 # First line of a program for `python -c`, whose import path begins with the current folder.

@@ -8,20 +8,24 @@ setup.py builds the `Run`, and loop.py has the steps.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import load_run_recipe
 from ftcli.config.recipe import Recipe
+from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.runtime.checkpoint_names import step_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.failures import record_failure, watch_parent, watch_peers
 from ftcli.runtime.heartbeat import Heartbeat
 from ftcli.runtime.load_monitor import LoadMonitor
+from ftcli.runtime.log import log_line
 from ftcli.runtime.process import current_rank, has_ftcli_parent, world_size
 from ftcli.runtime.run_folder import START, RunFolder
 from ftcli.runtime.stop import Stopped, StopRequest, record_early_stop
+from ftcli.runtime.torn_files import read_object
 from ftcli.training.resume import belongs_to
 from ftcli.training.run import Run
 from ftcli.training.run_start import rewind_run_folder, write_run_inputs
@@ -121,6 +125,7 @@ def evaluate_run(
         InputError: The run has no evaluation rows or no final weights, or needs code that is not trusted.
     """
     from ftcli.checkpoint.final import check_base
+    from ftcli.models.trained_on import ENVIRONMENT, check_trained_on, trained_on
     from ftcli.training.evaluation import evaluate
 
     folder = RunFolder(path)
@@ -134,13 +139,28 @@ def evaluate_run(
             raise InputError(f"{folder.path} has no final weights", hint="`ftcli show RUN` prints its state")
         check_base(folder, recipe)
         rows_only = recipe.evaluate.model_copy(update={"generate": None})  # without answering prompts
+        stored = read_object(folder.path / ENVIRONMENT) or {}
+        if recipe.model.name != NO_MODEL:  # rows are encoded by the processor of the base
+            check_trained_on(trained_on(folder.path), recipe.model.name, recipe.model.revision, parts=("processor",))
         run = prepare(recipe.model_copy(update={"evaluate": rows_only}), cpu=cpu, weights=folder.final)
+        if run.hardware.ranks.is_main:
+            _warn_of_other_rows(run, stored.get("trained_on") or {})
         check_world(run, profile)
         metrics = evaluate(run)
         if run.hardware.ranks.is_main:
             folder.write_json("evaluation.json", metrics)
         run.hardware.close()
     return metrics
+
+
+def _warn_of_other_rows(run: Run, stored: Mapping[str, Any]) -> None:
+    """Log that evaluation rows are not those of the training run, if it recorded which these were."""
+    before, now = stored.get("rows", {}).get("eval"), run.rows.digests.get("eval")
+    if before is not None and before != now:
+        log_line(
+            "warning: the evaluation rows are not those of the run, so the metrics cannot be compared: "
+            f"a source, the tokenizer of {run.recipe.model.name} or ftcli's own encoding has changed"
+        )
 
 
 def check_world(run: Run, profile: Profile | None) -> None:

@@ -13,8 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.data.label_names import same_labels
+from ftcli.data.label_names import number_name, same_labels
+from ftcli.data.revisions import is_on_hub
+from ftcli.models.trained_on import trained_on
 from ftcli.runtime.errors import InputError, shortened
+from ftcli.runtime.log import log_line
+from ftcli.runtime.process import current_rank
+from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +59,25 @@ def write_adapter(model: Any, values: dict[str, Tensor], folder: Path, task_type
         _remove_dtype(folder / BASE_CONFIG / "config.json")
 
 
+def base_of(folder: Path) -> tuple[str, str | None] | None:
+    """Return the base of the adapter in a folder.
+
+    Args:
+        folder: Any folder.
+
+    Returns:
+        Name and, on the hub, commit of the base. None if the folder holds no adapter, or one beside its base.
+    """
+    config = read_object(folder / "adapter_config.json")
+    name = (config or {}).get("base_model_name_or_path")
+    if config is None or not isinstance(name, str) or not name or (folder / "config.json").is_file():
+        return None
+    if not is_on_hub(name):
+        return name, None
+    stored = trained_on(folder) or {}
+    return name, config.get("revision") or (stored.get("revision") if stored.get("name") == name else None)
+
+
 def has_label_names(config: Any) -> bool:
     """Return whether a configuration has names for its labels other than transformers' LABEL_0, LABEL_1, ..."""
     names = getattr(config, "id2label", None) or {}
@@ -84,23 +108,36 @@ def label_settings(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def check_labels(folder: Path, labels: list[str]) -> None:
+def check_labels(folder: Path | None, labels: list[str], *, continues: bool = False) -> None:
     """Compare the labels of trained weights with those of the rows.
 
     Args:
-        folder: Folder of the trained weights.
+        folder: Folder of the trained weights; None if they are not on this machine.
         labels: Names of the classes in the rows, by index of the logit.
+        continues: Whether the weights are trained further. Their head may then get other labels: a head with another
+            number of labels is replaced, and other names are logged. No label may move to another logit.
 
     Raises:
         InputError: The labels differ, so that logits would get wrong names.
     """
-    trained = list(label_settings(folder).get("id2label", {}).values())
-    if _has_real_names(trained) and not same_labels(trained, labels):
-        before, now = shortened(str(trained)), shortened(str(labels))
-        raise InputError(
-            f"the weights in {folder} were trained for the labels {before}, but the rows have {now}",
-            hint="list the labels of the weights in task_options.labels, or restore the training rows",
-        )
+    trained = [] if folder is None else list(label_settings(folder).get("id2label", {}).values())
+    if folder is None or not _has_real_names(trained) or same_labels(trained, labels):
+        return
+    before, now = shortened(str(trained)), shortened(str(labels))
+    if continues and (len(trained) != len(labels) or not _moves(trained, labels)):
+        if len(trained) == len(labels) and current_rank() == 0:
+            log_line(f"the head of {folder} was trained for the labels {before}, and continues with {now}")
+        return
+    raise InputError(
+        f"the weights in {folder} were trained for the labels {before}, but the rows have {now}",
+        hint="list the labels of the weights in task_options.labels, or restore the training rows",
+    )
+
+
+def _moves(trained: Sequence[str], labels: Sequence[str]) -> bool:
+    """Return whether a label is in both lists at different places; case and white space around it do not matter."""
+    before, now = ([number_name(name) or name.strip().casefold() for name in each] for each in (trained, labels))
+    return any(name in now and now.index(name) != index for index, name in enumerate(before))
 
 
 def loading_instructions(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe_inputs import NO_MODEL
-from ftcli.config.trust import check_configs, code_refused
-from ftcli.data.paths import model_folder
+from ftcli.config.trust import CONFIGS, check_configs, code_refused
+from ftcli.data.paths import local_path, model_folder
+from ftcli.data.revisions import is_on_hub
+from ftcli.models.adapter_folder import base_of
 from ftcli.models.structure import embeddings_and_head
+from ftcli.models.trained_on import check_trained_on, trained_on
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
 
@@ -80,6 +84,68 @@ def correct_tie(model: Any) -> Any:
     return model
 
 
+def check_named_code(name: str, revision: str | None, *, trusted: bool) -> None:
+    """Refuse a model, or an adapter with its base, that names a kernel to download or weights outside of its folder.
+
+    transformers asks for consent to run a model's own code, but not for kernels.
+
+    Args:
+        name: Name or folder of a model or an adapter.
+        revision: Its revision on the hub, or that of the base of an adapter in a folder.
+        trusted: Whether the user consented to its code.
+
+    Raises:
+        InputError: There is such a kernel and `trusted` is false, or a shard lies elsewhere.
+    """
+    seen: set[str] = set()
+    while name not in seen:  # the base of an adapter may be an adapter
+        seen.add(name)
+        folder = _local_or_cached(name, revision, fetch=not trusted)
+        if folder is None:
+            return
+        check_configs(folder, trusted=trusted)
+        base = base_of(folder)
+        if base is not None:
+            name, revision = base[0], base[1] or revision
+
+
+def _local_or_cached(name: str, revision: str | None, *, fetch: bool) -> Path | None:
+    """Return a local model folder, or the folder in the hub's cache with the configurations of a model on the hub.
+
+    Args:
+        name: Name or folder of the model.
+        revision: Its revision on the hub.
+        fetch: Whether to download the configurations of a model on the hub.
+    """
+    if (path := local_path(name)) is not None:
+        return path if path.is_dir() else None
+    if not fetch or not is_on_hub(name):
+        return None
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    folder = None
+    for config in CONFIGS[:2]:
+        try:
+            if try_to_load_from_cache(name, config, revision=revision) is not None:  # a path, or known to be missing
+                found = try_to_load_from_cache(name, config, revision=revision)
+                folder = Path(found).parent if isinstance(found, str) else folder
+            else:
+                folder = Path(hf_hub_download(name, config, revision=revision)).parent
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):  # loading the model reports it
+            continue
+    return folder
+
+
+def _checked_base_revision(folder: Path | None) -> str | None:
+    """Return the commit of the base of the adapter in a local folder, after a check that the base is the same."""
+    base = None if folder is None else base_of(folder)
+    if folder is None or base is None:
+        return None
+    check_trained_on(trained_on(folder), *base, hint="restore the old model")
+    return base[1]
+
+
 def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
     """Load a model, a configuration or a processor with `auto.from_pretrained`.
 
@@ -99,11 +165,15 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
     if section.name == NO_MODEL:
         raise InputError("model.name is missing", hint="set it: this task loads its model or its processor by name")
     folder = model_folder(section.name)
-    if folder is None and section.revision is not None:
-        kwargs["revision"] = section.revision
-    name = section.name if folder is None else str(folder.absolute())
-    if folder is not None:
+    revision = section.revision if folder is None else None
+    if auto.__name__ not in NEEDS:
+        check_named_code(section.name, revision, trusted=section.trust_remote_code)
+        revision = _checked_base_revision(folder) or revision
+    elif folder is not None:
         check_configs(folder, trusted=section.trust_remote_code)
+    if revision is not None:
+        kwargs["revision"] = revision
+    name = section.name if folder is None else str(folder.absolute())
     try:
         with code_refused(section.name):
             loaded = auto.from_pretrained(name, trust_remote_code=section.trust_remote_code, **kwargs)

@@ -12,7 +12,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.models.adapter_folder import check_labels
+from ftcli.data.paths import local_path
+from ftcli.models.adapter_folder import base_of, check_labels
+from ftcli.models.frozen_weights import model_files_folder
 from ftcli.models.hub import keep_soft_capping, load_from_hub
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
@@ -82,7 +84,8 @@ def load_model(
         The model on the host, and the names of modules with new weights.
 
     Raises:
-        InputError: The model is not found, or its weights belong to another architecture.
+        InputError: The model is not found, is an adapter, has a head for the same labels in another order, or its
+            weights belong to another architecture.
     """
     import torch
 
@@ -92,8 +95,9 @@ def load_model(
     is_trained = weights is not None and (weights / "config.json").exists()
     if weights is not None and is_trained:
         section = section.model_copy(update={"name": str(weights.absolute()), "revision": None})
-    if weights is not None and labels is not None:
-        check_labels(weights, labels)
+    check_no_adapter(section)
+    if labels is not None:
+        check_labels(weights or model_files_folder(recipe), labels, continues=weights is None)
     kwargs = _from_pretrained_options(recipe, section, dtype, labels, problem_type)
     torch.manual_seed(recipe.seed)
     auto = getattr(importlib.import_module("transformers"), auto_class)
@@ -118,6 +122,20 @@ def load_model(
     if not is_trained:
         initialise_new_rows(model, recipe)
     return model, heads
+
+
+def check_no_adapter(section: Model) -> None:
+    """Raise `InputError` if a recipe names the folder of an adapter as its model.
+
+    transformers would load the base with the adapter inside, and `final/` would be the weights of a part of that.
+    """
+    folder = local_path(section.name)
+    base = None if folder is None else base_of(folder)
+    if base is not None:
+        raise InputError(
+            f"model.name: {section.name} is an adapter of {base[0]}, not a model",
+            hint=f"set model.name: {base[0]} and adapter.path: {section.name}, or name an export with --merge",
+        )
 
 
 def _from_pretrained_options(

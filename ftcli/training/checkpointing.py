@@ -2,11 +2,8 @@
 
 The format is the same for all backends, on safetensors. Each rank writes the ranges of flattened parameters that it
 holds, under keys `kind/name@start`. The headers of the files are the index. A reader loads the ranges that overlap its
-own, so the number of ranks may change. Nothing is gathered and nothing is unpickled. docs/explanation/our-own-code.md
-gives the reasons for a format of our own.
-
-background.py has the threads, tensor_files.py the layout in memory, resume.py the rules of resuming, and folder.py the
-layout of a checkpoint folder. This module is independent of the backend.
+own, so the number of ranks may change. Nothing is gathered or unpickled (reasons: docs/explanation/our-own-code.md).
+background.py has the threads, tensor_files.py the layout in memory, resume.py the rules, folder.py that of a folder.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from ftcli.checkpoint.tensor_files import (
 )
 from ftcli.config.trust import stored_form
 from ftcli.data.fingerprints import FORMULA
-from ftcli.models.frozen_weights import frozen_entry
+from ftcli.data.streaming.samples import stream_digests
 from ftcli.runtime.checkpoint_names import STATE, checkpoint_path, step_of
 from ftcli.runtime.durable_files import make_folder, write_durably
 from ftcli.runtime.environment import package_versions
@@ -177,10 +174,11 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
             "digests": run.rows.digests,
             "rows": run.plan.rows,
             "facts": run.rows.facts,
+            "streams": stream_digests(run.recipe) if run.hardware.ranks.is_main else None,
         },
         "stream": gather_cursors(run, step),
         "resolution": run.resolved.entries,
-        "frozen": frozen_entry(run.recipe, run.frozen),
+        "frozen": run.base,
         "derived": run.derived,
         "versions": package_versions(),
         "parameters": run.hardware.trained_shapes(run.model),

@@ -14,6 +14,7 @@ from ftcli.checkpoint.hf_shards import WEIGHT_NAMES
 from ftcli.checkpoint.task_errors import explain_task_errors, task_frame
 from ftcli.models.adapter_folder import write_adapter
 from ftcli.models.own_model import probe_tensor
+from ftcli.models.trained_on import write_trained_on
 from ftcli.runtime.durable_files import sync, sync_tree
 from ftcli.runtime.errors import InputError, Problem, RunError
 from ftcli.runtime.run_folder import explain_disk_errors
@@ -65,6 +66,7 @@ def save_final(run: Run) -> None:
         temporary.mkdir()
         if is_adapter:
             write_adapter(model, dict(gathered), temporary, properties.adapter_task_type)
+            write_trained_on(temporary, run.base)
         else:
             write_model(run.task, model, gathered, temporary)
         write_answer_ends(run.task, model, temporary)

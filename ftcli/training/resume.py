@@ -7,22 +7,21 @@ Light: never imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
 from ftcli.config.plan import Plan, derive_plan
 from ftcli.config.recipe import Recipe
-from ftcli.config.section import MACHINE_HINT
 from ftcli.config.trust import stored_form
 from ftcli.data.fingerprints import FORMULA, legacy_fingerprints
 from ftcli.data.hub_files import find_hub_files
 from ftcli.data.label_names import same_labels
 from ftcli.data.revisions import READER, is_data_set, resolve
+from ftcli.data.streaming.samples import changed_streams, is_same_stream
+from ftcli.models.trained_on import is_same_base
 from ftcli.runtime.checkpoint_names import CHECKPOINTS, checkpoints_of
 from ftcli.runtime.errors import InputError, Problem, shortened
 from ftcli.runtime.log import log_line
@@ -30,6 +29,7 @@ from ftcli.runtime.process import current_rank, has_ftcli_parent
 from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.training.optim.schedule import learning_rate
+from ftcli.training.recipe_keys import flatten, format_value, machine_hints
 
 if TYPE_CHECKING:
     from ftcli.data.cache import PreparedRows
@@ -72,15 +72,26 @@ def find_start(folder: RunFolder, recipe: Recipe, resume: str, *, anyway: bool =
     stored_recipe(checkpoint)
     state = read_state(checkpoint)
     # Checkpoints without commits store revisions as the user wrote them.
-    changes, harmless = recipe_changes(state, resolve(recipe, state).recipe if "resolution" in state else recipe)
+    resolved = resolve(recipe, state).recipe if "resolution" in state else recipe
+    changes, harmless = recipe_changes(state, resolved)
+    moved = _moved(changes, state, resolved)
+    harmless, changes = harmless + moved, [change for change in changes if change not in moved]
     if changes and not anyway:
-        raise InputError(
-            [Problem(f"resuming {checkpoint}: {change}", hint=_hint(change, recipe)) for change in changes]
-        )
+        problems = [Problem(f"resuming {checkpoint}: {change}", hint=_hint(change, recipe)) for change in changes]
+        raise InputError(problems)
     if _logs():
         for change in [*harmless, *changes]:
             log_line(f"resuming with a changed recipe: {change}")
     return checkpoint
+
+
+def _moved(changes: list[str], state: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Return those changes that name the same model, or the same files of a stream, at another place."""
+    models = [change for change in changes if change.startswith(("model.name:", "model.revision:"))]
+    if not models or not is_same_base(state.get("frozen"), recipe):
+        models = []
+    paths = [change for change in changes if PATHS.fullmatch(change.partition(":")[0])]
+    return models + (paths if paths and is_same_stream(state["data"].get("streams"), recipe) else [])
 
 
 def _hint(change: str, recipe: Recipe) -> str:
@@ -109,7 +120,8 @@ def recipe_changes(state: dict[str, Any], recipe: Recipe) -> tuple[list[str], li
     """Compare a checkpoint's recipe with another one.
 
     A changed length does not affect the loss if all learning rates of the steps already done stay the same. Another
-    path of prepared rows does not affect it either: the fingerprint shows whether the rows are the same.
+    path of prepared rows does not affect it either: the fingerprint shows whether the rows are the same. The checkpoint
+    has the values of an adapter in `adapter.path`.
 
     Args:
         state: The checkpoint's state.json.
@@ -122,7 +134,7 @@ def recipe_changes(state: dict[str, Any], recipe: Recipe) -> tuple[list[str], li
         InputError: The new recipe ends before the checkpoint.
     """
     stored = Recipe.model_validate(state["recipe"])  # keys of newer versions have their defaults
-    old, new = (dict(_flatten(stored_form(each).model_dump(mode="json"))) for each in (stored, recipe))
+    old, new = (dict(flatten(stored_form(each).model_dump(mode="json"))) for each in (stored, recipe))
     harmless_keys = set(machine_hints(Recipe))
     if _last_step(recipe, state) < state["step"]:
         raise InputError(
@@ -136,12 +148,12 @@ def recipe_changes(state: dict[str, Any], recipe: Recipe) -> tuple[list[str], li
     moving: list[str] = []
     harmless: list[str] = []
     for key in dict.fromkeys([*old, *new]):
-        if old.get(key) != new.get(key):
+        both = (old.get(key), new.get(key))
+        if both[0] != both[1]:
             is_harmless = key in harmless_keys or key.partition(".")[0] in FREE_SECTIONS
             is_harmless = is_harmless or (not recipe.data.streaming and PATHS.fullmatch(key) is not None)
-            (harmless if is_harmless else moving).append(
-                f"{key}: {_format_value(old, key)} -> {_format_value(new, key)}"
-            )
+            is_harmless = is_harmless or (key == "adapter.path" and None not in both)
+            (harmless if is_harmless else moving).append(f"{key}: {format_value(old, key)} -> {format_value(new, key)}")
     return moving, harmless
 
 
@@ -226,6 +238,11 @@ def checked_step(checkpoint: Path, recipe: Recipe, task: Task, rows: PreparedRow
     check_rows(
         state, rows.fingerprint, anyway=anyway, legacy=legacy, digests=rows.digests, facts=rows.facts, reread=reread
     )
+    if rows.streamed and not anyway and (changed := changed_streams(state["data"].get("streams"), recipe)):
+        raise InputError(
+            f"the files of {', '.join(changed)} are not those that the checkpoint was trained on",
+            hint=f"restore the old data, or accept another loss curve with {ANYWAY}",
+        )
     if rows.streamed and _logs():  # the fingerprint of a stream covers the values of its first rows only
         for name in reread():
             log_line(f"from here on, rows of {name} hold the values of its files; {CHANGED}")
@@ -251,15 +268,6 @@ def reread_sets(state: Mapping[str, Any], recipe: Recipe) -> list[str]:
             if files is not None and not files.why_not:
                 reread.append(source.path)
     return list(dict.fromkeys(reread))
-
-
-def machine_hints(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every key that is declared as a machine hint, which does not affect the loss."""
-    for name, field in section.model_fields.items():
-        if MACHINE_HINT in (field.description or ""):
-            yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from machine_hints(field.annotation, f"{prefix}{name}.")
 
 
 def _newest_checkpoint(run: Path) -> Path | None:
@@ -336,19 +344,3 @@ def _has_same_rates(state: dict[str, Any], recipe: Recipe) -> bool:
             ]
         )
     return rates[0] == rates[1]
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every value of nested mappings, and of lists of mappings."""
-    for key, value in values.items():
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            value = {str(index): item for index, item in enumerate(value)}
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _format_value(values: dict[str, Any], key: str) -> str:
-    """Return the value of a key for a message."""
-    return repr(values[key]) if key in values else "absent"

@@ -58,7 +58,7 @@ class Run:
     rows: PreparedRows
     guard: NonFiniteGuard
     resolved: Resolved  # commits of what is on the hub
-    frozen: str | None  # digest of the weights that an adapter is trained beside
+    base: dict[str, Any] | None  # what the model was before training; see trained_on.py
     log_lines: list[str] = field(default_factory=list)  # facts about the run, one line each
     folder: RunFolder | None = None
     stop: StopRequest = field(default_factory=StopRequest)

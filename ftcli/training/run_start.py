@@ -46,6 +46,8 @@ def rewind_run_folder(run: Run, folder: RunFolder) -> None:
     abandon(folder.path, run.first_step)
     device = str(run.hardware.accelerator.device)
     environment = describe_environment(device, run.plan.processes) | {"resolution": run.resolved.entries}
+    if run.base is not None:
+        environment["trained_on"] = run.base | {"rows": run.rows.digests}
     folder.write_json("environment.json", environment)
     named = profile_path()
     profile = "no profile" if named is None else Path(named).stem

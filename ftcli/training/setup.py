@@ -20,9 +20,9 @@ from ftcli.config.plan import shorten_for_dry_run
 from ftcli.config.recipe import Recipe
 from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
-from ftcli.models.frozen_weights import check_frozen, frozen_digest
 from ftcli.models.positions import check_lengths
 from ftcli.models.token_ids import check_token_ids
+from ftcli.models.trained_on import check_trained_on, identity_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import has_ftcli_parent, has_rank
 from ftcli.runtime.process_settings import owns_settings
@@ -106,6 +106,7 @@ def prepare(
     guard = NonFiniteGuard(config.faults, hardware, excluded=set())
 
     model = build_model(config, data, weights)
+    base = start.checked_base(anyway=resume_anyway)
     model, config, acceleration = accelerate_model(model, config, data, hardware)
     optimizer = build_optimizer(model, config, fused=hardware.steps_on_gpu)
     loaders = build_loaders(config, data, first_step, hardware, guard.excluded)
@@ -130,12 +131,12 @@ def prepare(
         first_step=first_step,
         began=started,
         resolved=start.resolved,
-        frozen=start.frozen,
+        base=base,
         recomputed=acceleration.recomputed,
         compiled=acceleration.compiled,
     )
     if start.checkpoint is None:
-        run.log_lines += describe_other_base(start.resolved.recipe, start.frozen)
+        run.log_lines += describe_other_base(start.resolved.recipe)
     run.log_lines += [*acceleration.kernel_lines, *describe_run(run), *size_lines, acceleration.memory_line]
     torch.manual_seed(seed_of(config.seed, hardware.ranks.rank))
     check_disk(run)
@@ -164,16 +165,25 @@ class _Start:
     Attributes:
         requested: The recipe as the user wrote it, with overrides.
         resolved: The same recipe with the commits of names on the hub.
-        frozen: Digest of the frozen base weights; None without any.
+        base: What the model is (`identity_of`); None if it is not on this machine before it is loaded.
         checkpoint: Folder of the checkpoint to resume from, or None.
         state: Its state.json, or None.
     """
 
     requested: Recipe
     resolved: Resolved
-    frozen: str | None
+    base: dict[str, Any] | None
     checkpoint: Path | None
     state: dict[str, Any] | None
+
+    def checked_base(self, *, anyway: bool) -> dict[str, Any] | None:
+        """Return what the loaded model is. One that was downloaded only now is compared with the checkpoint."""
+        if self.base is not None:
+            return self.base
+        model, base = self.resolved.recipe.model, identity_of(self.resolved.recipe)
+        if self.state is not None and base is not None and not anyway:
+            check_trained_on(self.state.get("frozen"), model.name, model.revision, now=base)
+        return base
 
     def first_step(self, data: PreparedData, *, anyway: bool) -> int:
         """Return the number of steps that are done: those of the checkpoint, if it fits the rows."""
@@ -185,16 +195,16 @@ class _Start:
 def _read_start(
     recipe: Recipe | str | Path, overrides: Sequence[str], resume: str | Path | None, *, dry_run: bool, anyway: bool
 ) -> _Start:
-    """Read the recipe and the state of a checkpoint, and check that both have the same frozen weights."""
+    """Read the recipe and the state of a checkpoint, and check that both have the same base model."""
     requested = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     requested = shorten_for_dry_run(requested) if dry_run else requested
     checkpoint = None if resume is None else Path(resume)
     state = None if checkpoint is None else read_state(checkpoint)
     resolved = resolve(requested, state)
-    frozen = frozen_digest(resolved.recipe)
+    base, model = identity_of(resolved.recipe), resolved.recipe.model
     if state is not None and not anyway:
-        check_frozen(state, resolved.recipe, frozen)
-    return _Start(requested, resolved, frozen, checkpoint, state)
+        check_trained_on(state.get("frozen"), model.name, model.revision, now=base)
+    return _Start(requested, resolved, base, checkpoint, state)
 
 
 def _build_hardware(recipe: Recipe, plan: Plan, folder: RunFolder | None, *, cpu: bool) -> Hardware:

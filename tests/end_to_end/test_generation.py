@@ -141,6 +141,11 @@ def test_generate_from_an_adapter_with_another_base_is_refused(ftcli: RunCli, in
         "data.eval_rows=2",
     )
     assert code == 0, err
+    chats = (inputs / "chats.jsonl").read_text()
+    (inputs / "chats.jsonl").write_text(chats.replace("alpha", "beta"))
+    code, _, err = ftcli("evaluate", "beside", "--cpu")
+    (inputs / "chats.jsonl").write_text(chats)
+    assert code == 0 and "warning: the evaluation rows are not those of the run" in err, err
     checkpoint, file = checkpoint_path(Path("beside"), 4), base / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-2] + bytes([content[-2] ^ 0x40, content[-1]]))
@@ -150,6 +155,14 @@ def test_generate_from_an_adapter_with_another_base_is_refused(ftcli: RunCli, in
         code, _, err = ftcli("export", source, "exported", "--merge")
         assert code == 2 and f"the frozen weights of {base} are not those" in err and not Path("exported").exists(), err
     for command in (["generate", "beside", "--prompt", "alpha"], ["evaluate", "beside", "--cpu"]):
+        code, out, err = ftcli(*command)
+        assert code == 2 and out == "" and f"the frozen weights of {base} are not those" in err, err
+    Path("beside/checkpoints").rename("checkpoints")  # the final weights are enough
+    shutil.copytree("beside/final", "exported-adapter")
+    for command in (
+        *(["generate", target, "--prompt", "alpha"] for target in ("beside", "beside/final", "exported-adapter")),
+        ["evaluate", "beside", "--cpu"],
+    ):
         code, out, err = ftcli(*command)
         assert code == 2 and out == "" and f"the frozen weights of {base} are not those" in err, err
     again = ["--set", "adapter.type=lora", "--set", "adapter.path=beside/final", "--set", f"model.name={base}"]

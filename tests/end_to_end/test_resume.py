@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 from ftcli.__main__ import main
 from ftcli.checkpoint.folder import read_state, update_state
 from ftcli.config.load import load_recipe
 from ftcli.data.fingerprints import FORMULA, legacy_fingerprints
+from ftcli.loop import steps
 from ftcli.runtime.checkpoint_names import checkpoints_of
+from ftcli.runtime.errors import InputError
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.tasks.build import build_task
 from ftcli.testing import run_on_cpu
+from ftcli.training.checkpointing import save_checkpoint
+from ftcli.training.own_loop import prepare
 
+from ..support.cells import cell
 from ..support.recipes import recipe_values
 from ..support.run_folders import stable_metrics
 from ..support.runner import MakeInputs, RunCli
@@ -251,8 +259,27 @@ def test_resume_of_an_adapter_with_another_base_is_refused(train: Ftcli, inputs:
     copy = shutil.copytree(run, tmp_path / "copy")
     code, output = train(copy, *given, "--resume-anyway", STOP_AT="1")
     assert code == 75, output
-    file.write_bytes(content)
-    assert train(run, *given, STOP_AT="1")[0] == 75
+    file.unlink()
+    weights = safetensors.torch.load(content)
+    torch.save(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, base / "pytorch_model.bin")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"use_cache": False, "about": "the same model"}))
+    base.rename(tmp_path / "moved")  # the same model in another format at another place
+    code, output = train(run, *given[:3], f"model.name={tmp_path / 'moved'}", *given[4:], STOP_AT="1")
+    assert code == 75 and f"model.name: '{base}' -> '{tmp_path / 'moved'}'" in output, output
+
+
+def test_resume_with_another_image_processor_is_refused_until_accepted(inputs: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(inputs / "vit", tmp_path / "vit"))
+    recipe = cell(inputs, "vit", model={"name": str(model)})
+    run = prepare(recipe, cpu=True, output=tmp_path / "run")
+    next(iter(steps(run)))
+    checkpoint = save_checkpoint(run, 1)
+    settings = json.loads((model / "preprocessor_config.json").read_text())
+    (model / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1, 0.1, 0.1]}))
+    with pytest.raises(InputError, match=r"the image processor of .*vit is not the one of the run \(image_mean: "):
+        prepare(recipe, cpu=True, resume=checkpoint)
+    assert prepare(recipe, cpu=True, resume=checkpoint, resume_anyway=True).first_step == 1
 
 
 def test_resume_with_other_evaluation_rows_is_refused_until_accepted_and_leaves_training_steps_unchanged(

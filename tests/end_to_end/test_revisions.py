@@ -17,12 +17,14 @@ import torch
 import yaml
 
 from ftcli import testing
+from ftcli.checkpoint.final import describe_other_base
 from ftcli.checkpoint.folder import read_state
 from ftcli.config.load import load_recipe
 from ftcli.config.recipe_inputs import Source
 from ftcli.data.hub_commits import COMMITS, commit_of
 from ftcli.data.hub_data import hub_builder, read_hub
 from ftcli.data.revisions import commit_environment, resolve
+from ftcli.inference.generator import load_generator
 from ftcli.reports.check import check
 from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.errors import InputError
@@ -121,6 +123,33 @@ def test_adapter_run_records_and_uses_the_commit_of_its_base_everywhere(
     assert ftcli(*answers) == before
     assert ftcli("export", "run", "adapter")[0] == 0
     assert json.loads(Path("adapter/adapter_config.json").read_text())["revision"] == OLD
+
+
+def test_adapter_folders_are_opened_on_the_commit_of_their_base(
+    folder: Path, hub: Path, ftcli: Callable[..., tuple[int, str]]
+) -> None:
+    from safetensors.torch import load_file
+
+    code, output = ftcli("train", "recipe.yaml", "--output", "run", "--cpu")
+    assert code == 0, output
+    name = "model.embed_tokens.weight"
+    trained = load_file(hub / OLD / "model.safetensors")[name]
+    shutil.copytree("run/final", "exported")
+    shutil.copytree("run/final", "of-peft")
+    Path("of-peft/trained_on.json").unlink()
+    point(NEW)
+    for target in ("run/final", "exported", "of-peft"):
+        loaded = load_generator(target, cpu=True).model.get_input_embeddings().weight
+        assert torch.equal(loaded, trained), target
+    weights = "the frozen weights of org/tiny are not those with which the adapter was trained"
+    commits = f"it was trained on org/tiny at {OLD}, and model.name is org/tiny at {NEW}"
+    for target, warning in (("run/final", weights), ("of-peft", commits)):
+        recipe = load_recipe("recipe.yaml", [f"adapter.path={target}"])
+        assert any(warning in line for line in describe_other_base(resolve(recipe).recipe))
+        same = load_recipe("recipe.yaml", [f"adapter.path={target}", f"model.revision={OLD}"])
+        assert describe_other_base(resolve(same).recipe) == []
+    state = read_state(checkpoints_of(folder / "run")[-1])
+    assert state["frozen"]["revision"] == OLD
 
 
 def test_resolve_takes_stored_commits_for_the_same_words_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

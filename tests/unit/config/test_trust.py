@@ -333,6 +333,40 @@ def test_resume_with_trusted_model_code_runs_no_commit_that_the_checkpoint_names
     assert resolve(with_consent(mine, trusted=False), state).recipe.model.revision == foreign  # no code: its weights
 
 
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
+def test_generate_of_an_adapter_whose_base_names_a_kernel_is_refused(
+    key: str, tmp_path: Path, model: Path, ftcli: Ftcli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository, commit = tmp_path / "hub" / "models--org--kernel", "a" * 40
+    base = repository / "snapshots" / commit
+    shutil.copytree(model, base)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {key: "someone/kernel"}))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, adapter)
+
+    def refused(target: object, *, by: str) -> None:
+        code, _, err = ftcli("generate", target, "--cpu", "--prompt", "a")
+        assert code == 2 and f"{by} names the kernel someone/kernel" in err and FLAG in err
+
+    for name, revision in ((str(base), None), ("org/kernel", commit), ("org/kernel", None)):
+        about = {"base_model_name_or_path": name, "peft_type": "LORA", "revision": revision}
+        (adapter / "adapter_config.json").write_text(json.dumps(about))
+        refused(adapter, by=str(base / "config.json"))
+    refused("org/kernel", by=str(base / "config.json"))
+    (adapter / "adapter_config.json").write_text(json.dumps(about | {"base_model_name_or_path": str(model)}))
+    (adapter / "base_config").mkdir()  # with which an export of a classifier is loaded
+    (adapter / "base_config" / "config.json").write_text(json.dumps(config | {key: "someone/kernel"}))
+    refused(adapter, by=str(adapter / "base_config" / "config.json"))
+
+
 @pytest.mark.slow
 def test_trust_with_a_module_in_the_current_folder_is_not_imported_for_a_library(
     tmp_path: Path, model: Path, marker: Path, ftcli: Ftcli

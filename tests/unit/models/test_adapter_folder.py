@@ -106,6 +106,11 @@ def test_check_labels_of_weights_trained_for_other_labels_is_refused(tmp_path: P
     for labels in (["pos", "1"], ["1"], ["1", "pos", "so-so"]):
         with pytest.raises(InputError, match=r"were trained for the labels \['1', 'pos'\], but the rows have"):
             check_labels(tmp_path, labels)
+    for labels in (["pos", "1.0"], ["POS", "1"], ["pos", "so-so"]):  # a label would move to another logit
+        with pytest.raises(InputError, match=r"were trained for the labels \['1', 'pos'\], but the rows have"):
+            check_labels(tmp_path, labels, continues=True)
+    for labels in (["1", "Pos"], ["spam", "ham"], ["pos", "1", "so-so"]):  # the last ones get a new head
+        check_labels(tmp_path, labels, continues=True)
     (tmp_path / "base").mkdir()
     BertModel(BASES["bert"][1]).save_pretrained(tmp_path / "base")
     recipe = recipe_of(tmp_path / "base")
@@ -114,5 +119,14 @@ def test_check_labels_of_weights_trained_for_other_labels_is_refused(tmp_path: P
     base, heads = load_model(AUTO, recipe, **head, dtype=torch.float32)
     with pytest.raises(InputError, match=r"but the rows have \['pos', '1'\]"):  # adapter.path
         add_adapter(base, recipe, keep=heads, task_type=None)
+    config = BASES["bert"][1]
+    config = type(config).from_dict(config.to_dict() | {"id2label": {0: "1", 1: "pos"}})
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "trained")
+    with pytest.raises(InputError, match=r"but the rows have \['pos', '1'\]"):  # model.name
+        load_model(AUTO, recipe_of(tmp_path / "trained"), **head, dtype=torch.float32)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
+    with pytest.raises(InputError, match=f"is an adapter of {tmp_path / 'base'}, not a model"):
+        load_model(AUTO, recipe_of(tmp_path), **head, dtype=torch.float32)
     (tmp_path / "config.json").write_text(json.dumps({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}))
     check_labels(tmp_path, ["neg", "pos"])  # names that transformers makes up

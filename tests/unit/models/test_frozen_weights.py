@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from ftcli import testing
 from ftcli.config.recipe import Recipe
-from ftcli.models.frozen_weights import FORMULA, check_frozen, frozen_digest
+from ftcli.models.frozen_weights import FORMULA, frozen_digest
+from ftcli.models.trained_on import check_trained_on
 from ftcli.runtime.errors import InputError
 
 from ...support.recipes import minimal_values
@@ -74,12 +75,12 @@ def test_frozen_digest_samples_both_ends_of_large_tensors_and_files_of_other_for
         (model / name).unlink()
 
 
-def test_check_frozen_names_both_digests() -> None:
-    recipe = recipe_of(Path("new"))
-    entry: dict[str, Any] = {"formula": FORMULA, "name": "old", "digest": "aa"}
-    check_frozen({"frozen": entry}, recipe, "aa")
-    check_frozen({}, recipe, "bb")
-    check_frozen({"frozen": None}, recipe, "bb")
-    check_frozen({"frozen": entry | {"formula": "samples-9"}}, recipe, "bb")
-    with pytest.raises(InputError, match=r"weights of new are not those .*: digest aa then \(of old\), bb now"):
-        check_frozen({"frozen": entry}, recipe, "bb")
+def test_check_trained_on_of_an_earlier_version_names_both_digests(tmp_path: Path) -> None:
+    model = testing.save_tiny_causal(tmp_path / "new")
+    entry: dict[str, Any] = {"formula": FORMULA, "name": "old", "digest": digest(model)}
+    for stored in (entry, None, {}, entry | {"formula": "samples-9", "digest": "aa"}):
+        check_trained_on(stored, str(model), None)
+    check_trained_on(entry, "org/not-on-this-machine", None)
+    message = rf"weights of {model} are not those .*: digest aa then \(of old\), {digest(model)} now"
+    with pytest.raises(InputError, match=message):
+        check_trained_on(entry | {"digest": "aa"}, str(model), None)

@@ -12,6 +12,7 @@ import pytest
 
 from ftcli.checkpoint.folder import read_state, update_state
 from ftcli.config.recipe import Recipe
+from ftcli.data.streaming.samples import changed_streams, stream_digests
 from ftcli.reports.run_summary import show_run
 from ftcli.runtime.checkpoint_names import checkpoint_path
 from ftcli.runtime.errors import DiskError, InputError
@@ -100,6 +101,23 @@ def test_recipe_changes_with_other_paths_of_prepared_rows_leaves_them_to_the_fin
         state(data={"train": "rows.jsonl"} | streams), recipe(data={"train": "copy/rows.jsonl"} | streams)
     )
     assert moving == ["data.train.path: 'rows.jsonl' -> 'copy/rows.jsonl'"]
+
+
+def test_find_start_with_a_stream_at_another_place_compares_its_files(tmp_path: Path) -> None:
+    old, new = tmp_path / "rows.jsonl", tmp_path / "copy" / "rows.jsonl"
+    new.parent.mkdir()
+    for path in (old, new):
+        path.write_text("x" * 2**20)
+    before, after = (recipe(data={"train": str(path), "eval_rows": 0, "streaming": True}) for path in (old, new))
+    data = {"rows": 40, "fingerprint": "abc", "streams": stream_digests(before)}
+    checkpoint = write(tmp_path, 5, recipe=before.model_dump(mode="json"), data=data)
+    assert (
+        find_start(RunFolder(tmp_path), after, "auto") == checkpoint and changed_streams(data["streams"], after) == []
+    )
+    new.write_text("x" * (2**20 - 1) + "y")
+    assert changed_streams(data["streams"], after) == [str(new)]
+    with pytest.raises(InputError, match="data.train.path: "):
+        find_start(RunFolder(tmp_path), after, "auto")
 
 
 def test_machine_hints_every_machine_hint_is_found() -> None:

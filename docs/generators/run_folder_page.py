@@ -12,6 +12,7 @@ from ftcli.runtime.checkpoint_names import CHECKPOINTS, COMPLETE, STATE
 from ftcli.runtime.folder_lock import LOCK
 from ftcli.runtime.run_folder import EVENTS, FLIGHT_RECORDER, HEARTBEATS, LOADS, ORIGIN
 from ftcli.training.memory import RESULT_FILE
+from ftcli.training.trackers import TRACKERS
 
 # Path below the run folder -> meaning. `N` stands for a number.
 ALWAYS = {
@@ -35,6 +36,9 @@ ALWAYS = {
 SOMETIMES = {
     "samples.jsonl": "`evaluate.generate`: the answers at each evaluation.",
     "ftcli/": "`log.trackers: [tensorboard]`: event files.",
+    TRACKERS: "`log.trackers`: the ids of the run in the trackers, and the step after which each attempt continued.",
+    "final/trained_on.json": "Adapter runs: what the base model was. Exports of adapters have it too.",
+    "not-by-ftcli-...": "Files that ftcli did not write, moved out of a checkpoint or of `final/` that it replaced.",
     "evaluation.json": "`ftcli evaluate`: the metrics.",
     "report.html": "`ftcli report`, or `log.report: true`: curves, events and answers as a page.",
     ORIGIN: "The checkpoint of another run that this run started from.",
@@ -65,6 +69,8 @@ ENVIRONMENT = {
     "processes": "Number of processes.",
     "launched": "`ftcli` if ftcli started the processes, else `directly`.",
     "resolution": "Commits of the models and data sets on the hub.",
+    "trained_on": "What the model was before training: name, commit, configuration, digest of weights; and digests of "
+    "the rows. Commands that open the run compare it.",
     "seconds_to_first_step": "Seconds from the start of the launch to the end of its first step.",
 }
 
@@ -77,7 +83,8 @@ TAIL = """\
 
 The two newest checkpoints are kept (`checkpoint.keep`), and the best one if `checkpoint.keep_best` is set. A
 checkpoint is written under a temporary name and renamed when all of its files are on the disk. ftcli deletes only
-checkpoints that it wrote; it keeps other files in `checkpoints/`, and `ftcli show` lists them.
+checkpoints that it wrote; it keeps other files in `checkpoints/`, and `ftcli show` lists them. Files that others put
+into a checkpoint or into `final/` are moved to `not-by-ftcli-...` when ftcli removes or replaces the folder.
 
 ## After a crash or a power cut
 

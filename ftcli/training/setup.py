@@ -106,7 +106,6 @@ def prepare(
     guard = NonFiniteGuard(config.faults, hardware, excluded=set())
 
     model = build_model(config, data, weights)
-    base = start.checked_base(anyway=resume_anyway)
     model, config, acceleration = accelerate_model(model, config, data, hardware)
     optimizer = build_optimizer(model, config, fused=hardware.steps_on_gpu)
     loaders = build_loaders(config, data, first_step, hardware, guard.excluded)
@@ -131,7 +130,7 @@ def prepare(
         first_step=first_step,
         began=started,
         resolved=start.resolved,
-        base=base,
+        base=start.checked_base(anyway=resume_anyway),
         recomputed=acceleration.recomputed,
         compiled=acceleration.compiled,
     )

@@ -1,14 +1,15 @@
 """Send metrics to the trackers of a run, and continue the trackers' own runs after a resume.
 
 Rows after the step of a resume are abandoned and their steps are repeated. TensorBoard's files are cut at that step.
-The other trackers cannot remove rows: each row there has the number of its `attempt`, and the list of attempts says
-after which step each one continued.
+The other trackers cannot remove rows: each row there has the number of its `attempt`, and the configuration says after
+which step each attempt continued.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,17 +120,15 @@ class Trackers:
         """Write the ids of the trackers' runs and the attempts into the run folder and to the trackers."""
         assert self.run.folder is not None
         ids: dict[str, Any] = dict.fromkeys(self.names)
-        texts = [f"{number}: after step {each['after_step']}" for number, each in enumerate(self._attempts, 1)]
+        newest = {f"attempt_{len(self._attempts)}_after_step": self._attempts[-1]["after_step"]}
         for tracker in self.run.hardware.accelerator.trackers:
             if tracker.name == "wandb":
                 ids["wandb"] = tracker.run.id
                 tracker.run.define_metric("*", step_metric="step")
-                tracker.run.config.update({"attempts": texts}, allow_val_change=True)
             elif tracker.name == "mlflow":
-                import mlflow
-
                 ids["mlflow"] = tracker.active_run.info.run_id
-                mlflow.set_tag("ftcli.attempts", "; ".join(texts))
+            if tracker.name != "tensorboard" and len(self._attempts) > 1:
+                tracker.store_init_configuration(newest)
         self.run.folder.write_json(TRACKERS, stored | ids | {"attempts": self._attempts})
 
 
@@ -160,7 +159,11 @@ def cut_events(path: Path, last: int, *, evaluated: bool = True) -> None:
         end = start + 12 + size + 4
         if end > len(content):  # a kill left half of a record
             break
-        step, names = _read_event(content[start + 12 : end - 4])
+        try:
+            step, names = _read_event(content[start + 12 : end - 4])
+        except (IndexError, UnicodeDecodeError):  # damaged: readers of the file stop here too
+            kept += content[start:]
+            break
         is_evaluation = any(name.startswith(EVALUATION) for name in names)
         if not names or step < last or (step == last and (evaluated or not is_evaluation)):
             kept += content[start:end]
@@ -172,10 +175,36 @@ def cut_events(path: Path, last: int, *, evaluated: bool = True) -> None:
 
 
 def _read_event(data: bytes) -> tuple[int, list[str]]:
-    """Return (step, names of the values) of a serialised event."""
-    try:
-        from tensorboard.compat.proto.event_pb2 import Event
-    except ImportError:
-        from tensorboardX.proto.event_pb2 import Event
-    event = Event.FromString(data)
-    return int(event.step), [value.tag for value in event.summary.value]
+    """Return (step, names of the values) of a serialised event: fields 2 and 5.1.1 of TensorBoard's event.proto."""
+    values = [value for summary in _parts(data, 5) for value in _parts(summary, 1)]
+    names = [name.decode() for value in values for name in _parts(value, 1)]
+    steps = [value for number, value in _fields(data) if number == 2 and isinstance(value, int)]
+    return steps[-1] if steps else 0, names
+
+
+def _parts(data: bytes, number: int) -> list[bytes]:
+    """Return the values of a field that are texts or messages."""
+    return [value for field, value in _fields(data) if field == number and isinstance(value, bytes)]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield (number, value) of each field of a message in the wire format of Protocol Buffers; 0 for a float."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            yield number, varint()
+            continue
+        size = {1: 8, 5: 4}.get(kind) or varint()
+        yield number, data[at : at + size] if kind == 2 else 0
+        at += size

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 SAMPLE_BYTES = 1 << 14
-SAMPLES = 16  # per file
+SAMPLES_PER_FILE = 16  # per file
 MOST_FILES = 4096  # of more files only the sizes and the first bytes are read
 
 
@@ -59,8 +59,8 @@ def _digest(files: tuple[str, ...], states: tuple[Any, ...]) -> str | None:
     content = []
     for file in files:
         size = os.path.getsize(file)
-        whole = size <= SAMPLE_BYTES * SAMPLES
-        count = 1 if whole or len(files) > MOST_FILES else SAMPLES
+        whole = size <= SAMPLE_BYTES * SAMPLES_PER_FILE
+        count = 1 if whole or len(files) > MOST_FILES else SAMPLES_PER_FILE
         digest = hashlib.blake2b(digest_size=16)
         with open(file, "rb") as stream:
             for number in range(count):

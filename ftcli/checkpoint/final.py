@@ -16,12 +16,19 @@ from ftcli.checkpoint.answer_ends import describe_answer_ends
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.data.revisions import is_on_hub
-from ftcli.models.adapter_folder import base_of, has_label_names, label_settings, loading_instructions
+from ftcli.models.adapter_folder import (
+    adapter_settings,
+    base_of,
+    has_label_names,
+    label_settings,
+    loading_instructions,
+)
 from ftcli.models.adapters import CONFIG, WEIGHTS
 from ftcli.models.files import header_problem, weight_files
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
 from ftcli.models.trained_on import check_trained_on, differences, trained_on
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.reader_errors import reading
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.run_folder import RunFolder
 
@@ -169,9 +176,9 @@ def check_base(run: RunFolder, recipe: Recipe) -> None:
     Raises:
         InputError: The base is another one. A run without an adapter is not compared, because `final/` is complete.
     """
-    if (config := run.final / "adapter_config.json").is_file():
+    if (run.final / "adapter_config.json").is_file():
         # A model outside transformers has no name in this file.
-        name = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"] or recipe.model.name
+        name = adapter_settings(run.final).get("base_model_name_or_path") or recipe.model.name
         check_trained_on(trained_on(run.final), name, recipe.model.revision)
 
 
@@ -237,13 +244,13 @@ def load_plain(
 
     head: dict[str, Any] = label_settings(folder) or ({"num_labels": labels} if labels else {})
     head |= {"ignore_mismatched_sizes": True} if head else {}
-    adapter = json.loads(config.read_text())
+    adapter = adapter_settings(folder, needs_base=True)
     name = adapter["base_model_name_or_path"]
     at = {"revision": adapter.get("revision") or revision} if is_on_hub(name) else {}
     with code_refused(name):
         base = auto.from_pretrained(name, dtype=dtype, **trust, **at, **head)
         _make_room(correct_tie(keep_soft_capping(base)), folder, trust)
-    with code_refused(str(folder)):
+    with reading(folder, "the adapter does not fit its base model"), code_refused(str(folder)):
         return PeftModel.from_pretrained(base, str(folder)).eval()
 
 

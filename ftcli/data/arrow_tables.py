@@ -19,7 +19,7 @@ from itertools import chain, islice
 from typing import IO, TYPE_CHECKING, Any
 
 from ftcli.runtime.patches import declare
-from ftcli.runtime.resources import cache_root
+from ftcli.runtime.resources import cache_root, writing_cache
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -136,7 +136,8 @@ def _as_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
 def _folder() -> str:
     """Return the folder for temporary files, which is created if it is missing."""
     folder = cache_root() / "rows"
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing_cache():
+        folder.mkdir(parents=True, exist_ok=True)
     return str(folder)
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -33,7 +34,7 @@ from ftcli.runtime.durable_files import sync, sync_tree
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.opened_files import files_of_task
 from ftcli.runtime.process import local_rank
-from ftcli.runtime.resources import cache_root
+from ftcli.runtime.resources import cache_root, writing_cache
 from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
@@ -106,11 +107,12 @@ def prepare_rows(recipe: Recipe, task: Task) -> PreparedRows:
     folder = rows_folder(key, names_files=names_files)
     if local_rank() == 0 and not _is_complete(folder):
         lock = cache_root() / "rows" / f"{key}.lock"
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock):
-            folder = rows_folder(key, names_files=names_files)
-            if not _is_complete(folder):
-                folder = _build(recipe, task, key, None if is_custom_task(recipe.task) else folder)
+        with writing_cache():
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(lock):
+                folder = rows_folder(key, names_files=names_files)
+                if not _is_complete(folder):
+                    folder = _build(recipe, task, key, None if is_custom_task(recipe.task) else folder)
     while folder is None or not _is_complete(folder):  # local rank 0 builds; if it fails, the launcher ends all ranks
         time.sleep(0.1)
         if folder is None or is_custom_task(recipe.task):  # which files it reads is known when the rows are built
@@ -339,7 +341,8 @@ def _store_counts(recipe: Recipe, rows: PreparedRows, place: dict[str, str]) -> 
         )
         if rows.bins is not None:
             counts |= {"documents": len(rows.train), "tokens": int(lengths_of(rows.train).sum())}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"rows": counts, **place}))
-        temporary.replace(path)
+        with suppress(OSError):  # rows of another user, whose folder this one may only read
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps({"rows": counts, **place}))
+            temporary.replace(path)

@@ -25,7 +25,7 @@ from ftcli.data.streaming.line_reader import suffix_of
 from ftcli.data.text_files import TABLES, Layout
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.log import log_line
-from ftcli.runtime.resources import cache_root
+from ftcli.runtime.resources import cache_root, writing_cache
 from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
@@ -239,7 +239,8 @@ def _listing_file(repository: str, name: str | None, commit: str) -> Path:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        json.dump(content, file)
-    os.replace(file.name, path)
+    with writing_cache():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(file.name, path)

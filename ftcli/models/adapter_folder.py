@@ -19,6 +19,7 @@ from ftcli.models.trained_on import trained_on
 from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.log import log_line
 from ftcli.runtime.process import current_rank
+from ftcli.runtime.reader_errors import reading
 from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
@@ -76,6 +77,30 @@ def base_of(folder: Path) -> tuple[str, str | None] | None:
         return name, None
     stored = trained_on(folder) or {}
     return name, config.get("revision") or (stored.get("revision") if stored.get("name") == name else None)
+
+
+def adapter_settings(folder: Path, *, needs_base: bool = False) -> dict[str, Any]:
+    """Return adapter_config.json of a folder, if it is of a LoRA adapter.
+
+    Args:
+        folder: Folder of an adapter.
+        needs_base: Whether it has to name a base model. That of a model outside transformers has no name.
+
+    Raises:
+        InputError: The file is damaged, or of another kind of adapter, or names a library that peft would import.
+    """
+    path = folder / "adapter_config.json"
+    with reading(path):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("it is not a JSON object")
+    if (kind := settings.get("peft_type")) != "LORA":
+        raise InputError(f"{path} is of a {shortened(str(kind), 60)} adapter", hint="ftcli loads LoRA adapters only")
+    if settings.get("megatron_config") or settings.get("megatron_core") not in (None, "megatron.core"):
+        raise InputError(f"{path} is of an adapter for Megatron", hint="ftcli loads plain LoRA adapters only")
+    if needs_base and not isinstance(settings.get("base_model_name_or_path"), str):
+        raise InputError(f"{path} names no base model", hint="write it at base_model_name_or_path")
+    return settings
 
 
 def has_label_names(config: Any) -> bool:

@@ -174,10 +174,12 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
     if revision is not None:
         kwargs["revision"] = revision
     name = section.name if folder is None else str(folder.absolute())
+    is_adapter = folder is not None and not (folder / "config.json").is_file()
+    misfits = (KeyError, TypeError, RuntimeError, AttributeError) if is_adapter else ()  # of settings and tensors
     try:
         with code_refused(section.name):
             loaded = auto.from_pretrained(name, trust_remote_code=section.trust_remote_code, **kwargs)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError, *misfits) as error:
         if isinstance(error, OSError) and folder is None and not _is_cached(section):
             raise InputError(
                 f"model.name: {section.name} is neither on this machine nor reachable on the hub",

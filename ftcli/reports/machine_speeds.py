@@ -11,6 +11,7 @@ from typing import Any
 
 from ftcli.runtime.durable_files import make_folder, write_durably
 from ftcli.runtime.gpus import measured_speeds_path
+from ftcli.runtime.resources import writing_cache
 
 GIGA, TERA = 10**9, 10**12
 CHUNK, MOST = 2**26, 2**30  # bytes of a write, and of all
@@ -52,8 +53,9 @@ def keep_speeds(speeds: Mapping[str, Any]) -> Path:
         speeds: The rates.
     """
     path = measured_speeds_path()
-    make_folder(path.parent)
-    write_durably(path, json.dumps(speeds, indent=1).encode())
+    with writing_cache():
+        make_folder(path.parent)
+        write_durably(path, json.dumps(speeds, indent=1).encode())
     return path
 
 

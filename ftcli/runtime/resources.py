@@ -5,12 +5,15 @@ An installed wheel contains both folders inside the package. In a checkout they 
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
 from ftcli.runtime.errors import InputError, nearest
-from ftcli.runtime.reader_errors import user_path
+from ftcli.runtime.reader_errors import reason, user_path
 
 PACKAGE = Path(str(files("ftcli"))).resolve()  # the folder of the package ftcli
 
@@ -58,3 +61,27 @@ def cache_root() -> Path:
         return Path(folder).expanduser().absolute()
     parent = os.environ.get("XDG_CACHE_HOME")
     return (Path(parent) if parent else Path.home() / ".cache").absolute() / "ftcli"
+
+
+# Errors of a folder that cannot be created or written, whatever is written.
+_UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT}
+
+
+@contextmanager
+def writing_cache() -> Iterator[None]:
+    """Convert errors of a cache folder that cannot be written, or is full, inside this block.
+
+    Raises:
+        InputError: The message names the folder, the reason and FTCLI_CACHE. Other errors pass unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        root, named = cache_root(), error.filename
+        is_inside = named is None or Path(os.fsdecode(named)).is_relative_to(root)
+        if not is_inside or not (error.errno in _UNWRITABLE or (error.errno == errno.ENOENT and not root.exists())):
+            raise
+        raise InputError(
+            f"the cache folder {root} cannot be written: {reason(error)}",
+            hint="set the environment variable FTCLI_CACHE to a folder that you may write, on a disk with room",
+        ) from error

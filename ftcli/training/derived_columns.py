@@ -32,7 +32,7 @@ from ftcli.runtime.durable_files import sync, sync_tree
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.log import log_line
 from ftcli.runtime.process import local_rank
-from ftcli.runtime.resources import cache_root
+from ftcli.runtime.resources import cache_root, writing_cache
 from ftcli.runtime.seeds import PADDING
 from ftcli.training.batches.dataloaders import Collate, Rows
 from ftcli.training.run_description import describe_hardware
@@ -100,7 +100,9 @@ def add_columns(run: Run, *, weights: Path | None = None, state: dict[str, Any] 
             )
         log_line(_describe_computation(run, parts, folder.parent))
         origin = {"parts": parts, "hardware": describe_hardware(run.hardware, run.plan.processes)}
-        _publish(folder, {split: _compute(run, split) for split in _splits(run)}, origin)
+        columns = {split: _compute(run, split) for split in _splits(run)}
+        with writing_cache():
+            _publish(folder, columns, origin)
         run.hardware.ranks.wait_for_slowest()
         computed_in = time.perf_counter() - started
     for split in _splits(run):

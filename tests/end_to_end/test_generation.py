@@ -124,6 +124,32 @@ def test_generate_from_an_adapter_checkpoint_gives_the_answers_of_the_run(ftcli:
         for target in ("lora", checkpoint_path(Path("lora"), 4))
     ]
     assert answers[0] == answers[1] != ""
+    assert_unusable_adapters_are_refused(ftcli, Path("lora"))
+
+
+# Changes of adapter_config.json -> what the error says.
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "of prompts": ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}, "is of a PROMPT_TUNING adapter"),
+    "an unknown kind": ({"peft_type": "NOPE"}, "is of a NOPE adapter"),
+    "imports a module": ({"megatron_core": "os", "megatron_config": {"a": 1}}, "is of an adapter for Megatron"),
+    "another rank": ({"r": 5}, "the adapter does not fit its base model"),
+    "a wrong type": ({"r": "two"}, "the adapter does not fit its base model"),
+    "no base": ({"base_model_name_or_path": None}, "names no base model"),
+}
+
+
+def assert_unusable_adapters_are_refused(ftcli: RunCli, run: Path) -> None:
+    """Check that a run and its folder of weights with a damaged adapter give no stack trace."""
+    config = run / "final" / "adapter_config.json"
+    good = json.loads(config.read_text())
+    texts = {name: (json.dumps(good | changes), expected) for name, (changes, expected) in UNUSABLE.items()}
+    for name, (text, expected) in (texts | {"a list": ("[1]", "it is not a JSON object")}).items():
+        config.write_text(text)
+        ended = ftcli("generate", run, "--prompt", "alpha", "--max-new-tokens", 1)
+        assert (ended.code, expected in ended.err, "Traceback" in ended.err) == (2, True, False), (name, ended.err)
+        ended = ftcli("generate", config.parent, "--prompt", "alpha", "--max-new-tokens", 1)
+        assert (ended.code, "Traceback" in ended.err) == (2, False), (name, ended.err)
+    config.write_text(json.dumps(good))
 
 
 def test_generate_from_an_adapter_with_another_base_is_refused(ftcli: RunCli, inputs: Path) -> None:

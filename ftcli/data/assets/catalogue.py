@@ -19,7 +19,7 @@ from ftcli.data.assets.models import build_minilm, build_mobilenet, build_smollm
 from ftcli.data.assets.rows import Report, build_digits, build_docstrings, build_modules, build_preferences
 from ftcli.runtime.errors import InputError, nearest
 from ftcli.runtime.log import log_line
-from ftcli.runtime.resources import cache_root
+from ftcli.runtime.resources import cache_root, writing_cache
 
 PREFIX = "asset:"
 PYTHON = platform.python_version()
@@ -189,10 +189,11 @@ def fetch_asset(name: str, report: Report | None = None) -> Path:
     asset = find_asset(name)
     if asset.folder.is_dir():
         return asset.folder
-    asset.folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(asset.folder.with_name(f".{asset.folder.name}.lock")):
-        if not asset.folder.is_dir():  # another process may have built it while we waited for the lock
-            _build(asset, report)
+    with writing_cache():
+        asset.folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(asset.folder.with_name(f".{asset.folder.name}.lock")):
+            if not asset.folder.is_dir():  # another process may have built it while we waited for the lock
+                _build(asset, report)
     return asset.folder
 
 

@@ -15,6 +15,7 @@ from ftcli._version import __version__
 from ftcli.runtime.environment import PACKAGES
 
 from ...support.cells import cell
+from ...support.runner import RunCli
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = [
@@ -172,3 +173,18 @@ def test_commands_on_a_stream_that_is_not_utf_8_escape_what_it_lacks(
     assert "lengths" in texts[0] and "#####" in texts[0]
     assert all("\\u8a9e" in text for text in texts[:3])  # click writes UTF-8 if a stream is ASCII
     assert not any("Traceback" in text for text in texts)
+
+
+@pytest.mark.parametrize("command", ["tokenize", "check --data", "preview", "train --cpu", "fetch"])
+def test_commands_with_a_cache_folder_that_cannot_be_written_name_its_variable(
+    command: str, inputs: Path, tmp_path: Path, run_cli: RunCli
+) -> None:
+    (tmp_path / "file").touch()
+    recipe = cell(inputs, "sft-tied").model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    name, *options = command.split()
+    arguments = [name, "smoke/sft" if name == "fetch" else tmp_path / "recipe.yaml", *options]
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        ended = run_cli(*arguments, FTCLI_CACHE=str(folder))
+        assert (ended.code, "Traceback" in ended.text) == (2, False), ended.text
+        assert f"the cache folder {folder} cannot be written" in ended.err and "FTCLI_CACHE" in ended.err

@@ -7,11 +7,11 @@ installed launcher of Accelerate reads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from ftcli.config.yaml_document import Document, read_document
-from ftcli.runtime.errors import InputError, Problem, nearest, shortened
+from ftcli.config.deepspeed_file import file_problems
+from ftcli.config.yaml_document import Document
+from ftcli.runtime.errors import Problem, nearest, shortened
 
 ENVIRONMENT = "environment"  # the name of a document that was read from the environment of a bare launch
 
@@ -136,50 +136,6 @@ RENAMED = {
 }
 OWNERS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "parallelism_config": "FSDP"}
 
-# Keys of a DeepSpeed file that describe hardware. All others are refused.
-JSON_KEYS = (
-    "zero_optimization",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "aio",
-    "comms_logger",
-    "flops_profiler",
-    "wall_clock_breakdown",
-    "steps_per_print",
-    "dump_state",
-    "memory_breakdown",
-)
-_PRECISION = ("set precision in the recipe", ({"enabled": False}, {"enabled": "auto"}))
-# Keys that a section of the file may have beside `enabled: auto`, with the values in the documentation of transformers.
-# They are not read, because the recipe sets the precision and ftcli scales losses itself.
-JSON_DEFAULTS: dict[str, dict[str, object]] = {
-    "fp16": {
-        "auto_cast": False,
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-}
-JSON_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "optimizer": ("set optimizer in the recipe", ()),
-    "scheduler": ("set schedule in the recipe", ()),
-    "gradient_clipping": ("set optimizer.max_grad_norm in the recipe", ("auto",)),
-    "gradient_accumulation_steps": ("derived from the recipe's batch.global_size, never written", ("auto",)),
-    "train_batch_size": ("set batch.global_size in the recipe", ("auto",)),
-    "train_micro_batch_size_per_gpu": ("set batch.micro_size in the recipe", ("auto",)),
-    "bf16": _PRECISION,
-    "fp16": _PRECISION,
-    "amp": _PRECISION,
-    "torch_autocast": _PRECISION,
-    "activation_checkpointing": (_CHECKPOINTING, ()),
-    "communication_data_type": ("gradients are always summed in float32", ()),
-    "gradient_predivide_factor": ("it scales gradients", ()),
-    "prescale_gradients": ("it scales gradients", (False,)),
-    "elasticity": ("it changes the batch size", ({"enabled": False},)),
-}
-
 # Variables that Accelerate's launcher always exports: keys of FSDP 1, which FSDP 2 does not read.
 EXPORTED_ANYWAY = {
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
@@ -298,7 +254,7 @@ def _deepspeed_problems(document: Document, section: dict[str, Any]) -> Iterator
             if key not in (*allowed, "deepspeed_moe_layer_cls_names"):
                 message = f"deepspeed_config.{key} cannot be combined with deepspeed_config_file"
                 yield Problem(message, where(key), "set it in that file")
-        yield from _file_problems(file, where("deepspeed_config_file"))
+        yield from file_problems(file, where("deepspeed_config_file"))
         return
     if section.get("zero3_init_flag") is True and stage != 3:
         message = f"deepspeed_config.zero3_init_flag has no effect at zero_stage {stage}"
@@ -306,39 +262,6 @@ def _deepspeed_problems(document: Document, section: dict[str, Any]) -> Iterator
     if section.get("offload_param_device", "none") != "none" and stage != 3:
         message = f"deepspeed_config.offload_param_device has no effect at zero_stage {stage}"
         yield Problem(message, where("offload_param_device"), "set it to none, or zero_stage to 3")
-
-
-def _file_problems(file: str, where: str) -> Iterator[Problem]:
-    """Yield the problems of DeepSpeed's own file. Accelerate reads its path relative to the current folder."""
-    if not Path(file).is_file():
-        yield Problem(f"no DeepSpeed file '{file}'", where, "a relative path starts at the current folder")
-        return
-    try:
-        document = read_document(file)
-    except InputError as error:
-        yield from error.problems
-        return
-    yield from document.problems
-    for key, value in document.values.items():
-        hint, harmless = JSON_REFUSED.get(key, ("", ()))
-        if key in JSON_KEYS or _without_defaults(key, value) in harmless:
-            continue
-        if key in JSON_REFUSED:
-            message = f"'{key}' is not allowed in a profile's DeepSpeed file"
-        else:
-            message = f"'{key}' is not one of the hardware keys that a DeepSpeed file may have"
-            hint = nearest(key, JSON_KEYS) or f"known: {', '.join(JSON_KEYS)}"
-        yield Problem(message, document.where((key,)), hint)
-    if "zero_optimization" not in document.values:
-        yield Problem("zero_optimization is missing", document.where(()), "Accelerate needs its stage there")
-
-
-def _without_defaults(key: str, value: Any) -> Any:
-    """Return a value of a DeepSpeed file without the keys that have the value of transformers' documentation."""
-    if not isinstance(value, dict):
-        return value
-    defaults = JSON_DEFAULTS.get(key, {})
-    return {name: item for name, item in value.items() if name not in defaults or item != defaults[name]}
 
 
 def _show(value: Any) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ftcli.config.deepspeed_file import drop_auto, drop_left_open
 from ftcli.hardware import fsdp_mixed_precision, weight_broadcast, zero3_leaf_modules
 from ftcli.hardware.backend import Backend
 from ftcli.hardware.deepspeed_partitions import (
@@ -137,6 +138,7 @@ class DeepSpeed(Backend):
             config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         zero = config["zero_optimization"]
         drop_auto(zero)
+        drop_left_open(config)
         if zero.get("stage") == 3:
             replace_linear()
             for name, size in STAGE_3.items():
@@ -316,15 +318,6 @@ class DeepSpeed(Backend):
         zero.optimizer.param_groups.clear()
         vars(zero).clear()
         parameter_offload.FWD_MODULE_STACK.clear()
-
-
-def drop_auto(section: dict[str, Any]) -> None:
-    """Remove the values "auto" from a section of DeepSpeed's configuration, which Accelerate would replace.
-
-    The values of `DeepSpeed.configure` or DeepSpeed's defaults then apply.
-    """
-    for key in [key for key, value in section.items() if value == "auto"]:
-        del section[key]
 
 
 def _is_stage_3() -> bool:

@@ -135,7 +135,10 @@ def test_deepspeed_file_without_a_bucket_size_gets_the_default(inputs: Path, tmp
     from ftcli.hardware.deepspeed import STAGE_3
 
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+    config = {"zero_optimization": zero, "optimizer": optimizer, "scheduler": scheduler, "bf16": {"enabled": "auto"}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
     profile = tmp_path / "auto.yaml"
     profile.write_text(
         "distributed_type: DEEPSPEED\n"
@@ -144,6 +147,7 @@ def test_deepspeed_file_without_a_bucket_size_gets_the_default(inputs: Path, tmp
     (results,) = run_on_cpu(look_at_sizes, inputs, processes=1, profile=str(profile))
     assert results["reduce_bucket_size"] == STAGE_3["reduce_bucket_size"]
     assert "auto" not in results.values()
+    assert results["optimizer"] == "AdamW" and results["learning_rate"] == 5e-3  # of the recipe
 
 
 def look_at_sizes(folder: Path) -> dict[str, Any]:
@@ -153,7 +157,9 @@ def look_at_sizes(folder: Path) -> dict[str, Any]:
     run = prepare(cell(folder, "sft-untied"), cpu=True)
     sizes: dict[str, Any] = run.hardware.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     return {name: value for name, value in sizes.items() if name.endswith("_size")} | {
-        "reduce_bucket_size": run.model.zero_reduce_bucket_size()  # type: ignore[operator]
+        "reduce_bucket_size": run.model.zero_reduce_bucket_size(),  # type: ignore[operator]
+        "optimizer": type(run.model.optimizer.optimizer).__name__,  # type: ignore[union-attr]
+        "learning_rate": run.recipe.optimizer.learning_rate,
     }
 
 

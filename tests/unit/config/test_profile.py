@@ -388,6 +388,18 @@ def test_keys_of_fsdp_config_may_lack_their_prefix_as_accelerate_allows() -> Non
             "'scheduler' is not allowed in a profile's DeepSpeed file\n",
         ),
         (
+            {"zero_optimization": {}, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}}},
+            "'optimizer' is not allowed in a profile's DeepSpeed file\n    set optimizer in the recipe",
+        ),
+        (
+            {"zero_optimization": {}, "optimizer": {"type": "Lamb", "params": {"lr": "auto"}}},
+            "'optimizer' is not allowed in a profile's DeepSpeed file\n",
+        ),
+        (
+            {"zero_optimization": {}, "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}}},
+            "'scheduler' is not allowed in a profile's DeepSpeed file\n",
+        ),
+        (
             {"zero_optimization": {}, "gradient_clipping": 1.0},
             "'gradient_clipping' is not allowed in a profile's",
         ),
@@ -429,11 +441,12 @@ def test_load_profile_with_a_deepspeed_file_that_changes_the_curve_is_refused(
 
 
 def test_drop_auto_removes_only_values_that_are_auto() -> None:
-    from ftcli.hardware.deepspeed import drop_auto
+    from ftcli.config.deepspeed_file import drop_auto
 
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "overlap_comm": True}
+    zero["offload_optimizer"] = {"device": "cpu", "pin_memory": "auto"}
     drop_auto(zero)
-    assert zero == {"stage": 3, "overlap_comm": True}
+    assert zero == {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}
 
 
 def test_load_profile_with_a_deepspeed_file_of_facts_about_machines_is_accepted() -> None:
@@ -446,6 +459,8 @@ def test_load_profile_with_a_deepspeed_file_of_facts_about_machines_is_accepted(
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
         "aio": {"thread_count": 2},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
     }
     Path("ds.json").write_text(json.dumps(config))
     Path("p.yaml").write_text(

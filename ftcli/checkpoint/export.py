@@ -208,7 +208,7 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
     expected = ExpectedModel(
         job.auto_class,
         job.dtype,
-        labels=_head_width(job),
+        labels=job.head_width,
         names=names,
         probe=job.probe,
         trusted=trusted,
@@ -223,7 +223,7 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
         model = load_plain(
             job.auto_class,
             job.final,
-            _head_width(job),
+            job.head_width,
             dtype="auto",
             trust_remote_code=trusted,
             revision=job.recipe.model.revision,
@@ -339,14 +339,3 @@ def _write_model(
     name_dtype(folder / "config.json", job.dtype)
     save_weights(names_in_files(model), targets, digested(), folder, job.most)
     return replace(expected, digests=digests, whole=True)
-
-
-def _head_width(job: ExportJob) -> int:
-    """Return the number of labels of a classifier, from its probe; 0 for a language model or without a probe."""
-    from safetensors import safe_open
-
-    if "Classification" not in job.auto_class or job.probe is None:
-        return 0
-    with safe_open(job.probe, framework="pt") as file:
-        width: int = file.get_slice("logits").get_shape()[-1]
-    return width

@@ -50,3 +50,14 @@ class ExportJob:
         """Largest relative distance from the logits of the trained model."""
         rounded = ROUNDING_TOLERANCES[self.dtype] if self.merge or not self.is_adapter else 0.0
         return max(TOLERANCES[self.recipe.precision], rounded, MERGED_TOLERANCE if self.merge else 0.0)
+
+    @property
+    def head_width(self) -> int:
+        """Number of labels of a classifier, from its probe; 0 for a language model or without a probe."""
+        from safetensors import safe_open
+
+        if "Classification" not in self.auto_class or self.probe is None:
+            return 0
+        with safe_open(self.probe, framework="pt") as file:
+            width: int = file.get_slice("logits").get_shape()[-1]
+        return width

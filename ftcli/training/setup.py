@@ -93,8 +93,7 @@ def prepare(
 
     started = _launch_time()
     quiet_libraries()
-    if isinstance(recipe, Recipe) and resume is None and weights is None and (problems := [*warmup_problems(recipe)]):
-        raise InputError(problems)  # a file is checked when it is read
+    _check_recipe_object(recipe, is_new=resume is None and weights is None)
     start = _read_start(recipe, overrides, resume, dry_run=dry_run, anyway=resume_anyway)
     trial = partial(prepare, cpu=cpu)
     config, size_lines = choose_micro_batch_size(start.resolved.recipe, trial, output=output, cpu=cpu, weights=weights)
@@ -189,6 +188,12 @@ class _Start:
         if self.checkpoint is None:
             return 0
         return checked_step(self.checkpoint, self.requested, data.task, data.rows, anyway=anyway)
+
+
+def _check_recipe_object(recipe: Recipe | str | Path, *, is_new: bool) -> None:
+    """Check what a `Recipe` built in Python for a new run may hold. A file is checked when it is read."""
+    if is_new and isinstance(recipe, Recipe) and (problems := [*warmup_problems(recipe)]):
+        raise InputError(problems)
 
 
 def _read_start(

@@ -39,9 +39,12 @@ class OpenedFiles:
         self.written |= other.written
 
     def inputs(self) -> dict[str, State]:
-        """Return the files of the user that were read and not written; the source of a module for its bytecode."""
+        """Return the files of the user that were read and not written; the source of a module for its bytecode.
+
+        Code has no state: the cache key has the contents of the task's own files.
+        """
         found = {path: state for path, state in self.read.items() if path not in self.written}
-        sources = {_source_of(path): None if path.endswith(".pyc") else state for path, state in found.items()}
+        sources = {_source_of(path): None if path.endswith((".py", ".pyc")) else state for path, state in found.items()}
         return {path: sources[path] for path in sorted(sources) if _is_users(path)}
 
     def changed(self) -> list[str]:

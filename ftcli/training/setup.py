@@ -133,9 +133,8 @@ def prepare(
         recomputed=acceleration.recomputed,
         compiled=acceleration.compiled,
     )
-    if start.checkpoint is None:
-        run.log_lines += describe_other_base(start.resolved.recipe)
-    run.log_lines += [*acceleration.kernel_lines, *describe_run(run), *size_lines, acceleration.memory_line]
+    run.log_lines += [*start.log_lines(), *acceleration.kernel_lines, *describe_run(run), *size_lines]
+    run.log_lines.append(acceleration.memory_line)
     torch.manual_seed(seed_of(config.seed, hardware.ranks.rank))
     check_disk(run)
     if derives_columns(run.task):
@@ -173,6 +172,10 @@ class _Start:
     base: dict[str, Any] | None
     checkpoint: Path | None
     state: dict[str, Any] | None
+
+    def log_lines(self) -> list[str]:
+        """Return the warnings about a new run that continues an adapter on another base."""
+        return describe_other_base(self.resolved.recipe) if self.checkpoint is None else []
 
     def checked_base(self, *, anyway: bool) -> dict[str, Any] | None:
         """Return what the loaded model is. One that was downloaded only now is compared with the checkpoint."""

@@ -28,6 +28,7 @@ from ftcli.runtime.process import has_ftcli_parent
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.stop import Stopped
 from ftcli.runtime.terminal import print_text, replace_what_cannot_be_shown
+from ftcli.runtime.threads import wait_passively
 
 BUG = (
     "error: ftcli did not expect this exception. If the last lines above do not point to your own code, to a full disk "
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from ftcli.cli.app import command_line
 
     replace_what_cannot_be_shown()
+    wait_passively(cpu="--cpu" in (sys.argv[1:] if arguments is None else arguments))  # before torch is loaded
     try:
         command_line()(args=None if arguments is None else list(arguments), prog_name="ftcli")
     except InputError as error:

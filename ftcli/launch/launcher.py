@@ -28,6 +28,7 @@ from ftcli.runtime.log import log_line
 from ftcli.runtime.process import current_rank, has_ftcli_parent, is_launched, profile_path
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.runtime.stop import StopRequest
+from ftcli.runtime.threads import wait_passively
 
 if TYPE_CHECKING:
     from ftcli.config.profile import Profile
@@ -116,6 +117,8 @@ def train(
     from ftcli.config.compatibility import check_pair
     from ftcli.config.load import run_output
     from ftcli.launch.preflight import check_trackers
+
+    wait_passively(cpu=cpu)  # before torch is loaded
     from ftcli.training.resume import AUTO, NEVER, belongs_to, find_start, is_done
 
     config = read_recipe(recipe, overrides)

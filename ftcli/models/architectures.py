@@ -199,7 +199,8 @@ ARCHITECTURES = {
 # Settings that change logits after the head, in any configuration.
 HEAD_SETTINGS = (SOFTCAP, DIVISOR, FACTOR)
 # Names that transformers gives to modules and classes, whatever the model's type.
-POSITION_MODULES = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions)$")
+POSITION_MODULES = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions|positions_embed)$")
+POSITION_TABLES = re.compile(r"(^|\.)(embed_positions|pos_encoding)$")  # buffers of a fixed length (CodeGen, CTRL)
 EXPERT_MODULES = ("experts",)  # may have no gradient for many steps, because a router selects experts for each token
 LINEAR_CLASSES = ("Linear", "Conv1D", "Float8Linear")  # modules that only multiply; subclasses may do more
 

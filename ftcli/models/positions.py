@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.task_registry import is_custom_task
 from ftcli.data.packing import longest_documents
 from ftcli.data.paths import model_folder
-from ftcli.models.architectures import POSITION_MODULES, architecture_of
+from ftcli.models.architectures import POSITION_MODULES, POSITION_TABLES, architecture_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.reader_errors import reading
 
@@ -104,10 +104,13 @@ def check_lengths(model: nn.Module, recipe: Recipe, rows: PreparedRows) -> None:
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """Return the number of learned positions of a model; None if its positions are not learned."""
+    """Return the number of positions in the tables of a model, learned or computed; None without such a table."""
     from torch import nn
 
-    counts = []
+    counts = [len(table) for name, table in model.named_buffers() if POSITION_TABLES.search(name) and table.dim() > 1]
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) == "mpt":  # its distances are computed in each forward pass
+        counts.append(config.max_seq_len)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and POSITION_MODULES.search(name):
             # The first position of OPT is `offset`; that of RoBERTa follows the position of the padding token.

@@ -1,4 +1,4 @@
-"""Judge samples of the load of all ranks: an idle GPU, a throttled GPU, and a machine that runs out of memory.
+"""Judge samples of the load of all ranks: an idle or throttled GPU, too few cores, a machine that runs out of memory.
 
 All functions are pure: they get the samples of each rank, the oldest first. Light: never imports torch.
 """
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from ftcli.runtime.machine.load import GPU_TEMPERATURE, GPU_UTILISATION, HOST_MEMORY, PROCESS_MEMORY, Load
 
-IDLE, THROTTLED, HOST_LOW = KINDS = ("idle GPU", "throttled GPU", "host memory")
+IDLE, THROTTLED, CROWDED, HOST_LOW = KINDS = ("idle GPU", "throttled GPU", "crowded cores", "host memory")
 LONG_SECONDS = 60.0  # a state that lasts this long is reported
 IDLE_PERCENT, WORKING_PERCENT = 10.0, 50.0  # mean utilisation over that time
 THROTTLED_PART = 0.5  # of the samples of that time
+WAITED_PERCENT = 50.0  # mean of the time in which threads could run, but had no core
 LITTLE_PART = 0.05  # of the memory of a machine
 LOW_PART, END_SECONDS = 0.25, 60.0  # less than this part is left, and it lasts for less than this time
 TREND_SAMPLES = 3  # the fewest from which the end is forecast
@@ -42,7 +43,7 @@ def find_all(recent: Recent) -> list[Finding]:
     Args:
         recent: Samples of each rank.
     """
-    return [*idle_gpus(recent), *throttled_gpus(recent), *hosts_running_out(recent)]
+    return [*idle_gpus(recent), *throttled_gpus(recent), *crowded_cores(recent), *hosts_running_out(recent)]
 
 
 def idle_gpus(recent: Recent) -> Iterator[Finding]:
@@ -86,6 +87,30 @@ def throttled_gpus(recent: Recent) -> Iterator[Finding]:
             "check cooling and power (nvidia-smi -q -d PERFORMANCE)"
         )
         yield Finding(THROTTLED, f"rank {rank}", text)
+
+
+def crowded_cores(recent: Recent) -> Iterator[Finding]:
+    """Yield the machines on which processes of the run got less than half of the processor time that they could use.
+
+    Processes with a GPU are left out: their threads mostly wait for it.
+
+    Args:
+        recent: Samples of each rank.
+    """
+    machines: dict[str, dict[int, float]] = {}
+    for rank, loads in recent.items():
+        waited = [load.waited_percent for load in loads if load.waited_percent is not None and load.gpu is None]
+        if _is_long(loads) and waited and (mean := statistics.fmean(waited)) > WAITED_PERCENT:
+            machines.setdefault(loads[-1].machine, {})[rank] = mean
+    for machine, ranks in machines.items():
+        worst = max(ranks, key=ranks.__getitem__)
+        text = (
+            f"on machine {machine}, rank {worst} had a core for {100 - ranks[worst]:.0f} % of the time in which it "
+            f"could have computed in the last {LONG_SECONDS:.0f} s: other programs use the processor, or the run has "
+            "more processes and threads than cores, and steps take longer. Stop other programs, or use fewer "
+            "processes, data.workers or OMP_NUM_THREADS"
+        )
+        yield Finding(CROWDED, f"machine {machine}", text)
 
 
 def hosts_running_out(recent: Recent) -> Iterator[Finding]:

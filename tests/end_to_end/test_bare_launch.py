@@ -51,6 +51,7 @@ def inputs(make_inputs: MakeInputs) -> Path:
 def start(inputs: Path, *command: object) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name not in MARKS}
     added = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    added["OMP_DISPLAY_ENV"] = "VERBOSE"
     line = [sys.executable, "-m", *map(str, command)]
     return subprocess.run(line, cwd=inputs, env=inherited | added, capture_output=True, text=True)
 
@@ -77,6 +78,9 @@ def test_train_by_accelerate_by_our_launcher_and_without_gives_the_same_losses(i
         result = start(inputs, *line, "--output", tmp_path / name)
         assert result.returncode == 0, result.stderr
         assert result.stdout == ("" if name == "bare" else f"{tmp_path / name}\n")
+        spins = [line for line in result.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+        ranks = 1 if name == "none" else 2
+        assert not spins or sum("'0'" in line for line in spins) >= ranks, spins  # of a torch with GNU's OpenMP
         folder = RunFolder(tmp_path / name)
         assert folder.status()["state"] == "done" and folder.final.is_dir()
         rows[name] = folder.metrics()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Load:
         host_limit_gb: Memory of the machine or its container, in GB of 10^9 bytes.
         gpu: NVML's number of its GPU; None without one.
         slowdowns: What lowered the clock of the GPU, other than its power limit.
+        waited_percent: Of the time in which its threads could run, the part without a core; None if it is not known.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Load:
     host_limit_gb: float
     gpu: int | None = None
     slowdowns: list[str] = field(default_factory=list)
+    waited_percent: float | None = None
 
 
 class LoadSampler:
@@ -66,6 +69,8 @@ class LoadSampler:
         self._handle: Any = None
         self._gpu: int | None = None
         self._cpu, self._clock = time.process_time(), time.monotonic()
+        self._tasks = root / "proc" / "self" / "task"
+        self._scheduled = read_scheduled(self._tasks)
 
     def open_gpu(self, uuid: str) -> None:
         """Sample a GPU from now on.
@@ -88,6 +93,13 @@ class LoadSampler:
         if self._nvml is not None:
             self._nvml.close()
         self._nvml = self._handle = self._gpu = None
+
+    def _waited_percent(self) -> float | None:
+        """Return the part of the time since the previous sample in which threads waited for a core; if known."""
+        before, self._scheduled = self._scheduled, read_scheduled(self._tasks)
+        each = [(now, before.get(thread, (0, 0))) for thread, now in self._scheduled.items()]
+        ran, waited = (sum(now[part] - then[part] for now, then in each) for part in (0, 1))
+        return 100 * waited / (ran + waited) if ran + waited > 0 else None
 
     def sample(self) -> Load:
         """Return the load of this process now. Its CPU time is that since the previous sample."""
@@ -114,7 +126,22 @@ class LoadSampler:
             host_limit_gb=host.limit / GIGA,
             gpu=self._gpu,
             slowdowns=[reason for reason in slowdowns or () if reason != POWER_LIMIT],
+            waited_percent=self._waited_percent(),
         )
+
+
+def read_scheduled(tasks: Path) -> dict[str, tuple[int, int]]:
+    """Return how long each thread of a process has run, and has waited for a core, in nanoseconds, by its id.
+
+    Args:
+        tasks: The folder /proc/PID/task. Systems without it, or without its statistics, give nothing.
+    """
+    times = {}
+    for path in tasks.glob("*/schedstat"):
+        with suppress(OSError, ValueError):  # the thread has ended
+            ran, waited, _ = map(int, path.read_text().split())
+            times[path.parent.name] = (ran, waited)
+    return times
 
 
 def _gpu_values(handle: Any, ask: Ask, slowdowns: list[str] | None) -> dict[str, float]:

@@ -20,18 +20,24 @@ from ...support.recipes import minimal_values
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
 EXTRAS = {
     "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 9},
+    "codegen": {"num_attention_heads": 4, "n_positions": 9, "n_ctx": 9, "rotary_dim": 2},
+    "gptj": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 9, "rotary_dim": 4},
+    "openai-gpt": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 9},
+    "ctrl": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 9, "dff": 20},
+    "mpt": {"d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 9},
+    "xglm": {"d_model": 16, "num_layers": 1, "attention_heads": 2, "ffn_dim": 20},
     "opt": {"ffn_dim": 20, "word_embed_proj_dim": 16},
 }
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "bert", "roberta", "distilbert", "llama"])
+@pytest.mark.parametrize("kind", sorted({"bert", "roberta", "distilbert", "llama", *EXTRAS}))
 def test_learned_positions_is_the_longest_row_of_a_model(kind: str) -> None:
     from transformers import AutoConfig, AutoModel
 
     sizes = SIZES | {"max_position_embeddings": 9, "dim": 16, "n_heads": 2, "n_layers": 1} | EXTRAS.get(kind, {})
     model: Any = AutoModel.from_config(AutoConfig.for_model(kind, **sizes, pad_token_id=1, bos_token_id=2))
     most = learned_positions(model)
-    if kind == "llama":
+    if kind in ("llama", "xglm"):  # positions are computed for any length
         assert most is None
         return
     assert most is not None and most <= 9

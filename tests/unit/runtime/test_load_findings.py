@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from ftcli.runtime.load_findings import hosts_running_out, idle_gpus, throttled_gpus
-from ftcli.runtime.machine.load import GPU_TEMPERATURE, GPU_UTILISATION, HOST_MEMORY, PROCESS_MEMORY, Load
+from ftcli.runtime.load_findings import crowded_cores, hosts_running_out, idle_gpus, throttled_gpus
+from ftcli.runtime.machine.load import (
+    GPU_TEMPERATURE,
+    GPU_UTILISATION,
+    HOST_MEMORY,
+    PROCESS_MEMORY,
+    Load,
+    LoadSampler,
+    read_scheduled,
+)
 
 STEPS = 12  # samples of a minute
 
@@ -73,6 +84,24 @@ def test_throttled_gpus_of_a_short_slowdown_finds_none(recent: dict[int, list[Lo
     assert list(throttled_gpus(recent)) == []
 
 
+def waiting(rank: int, percent: float, samples: int = STEPS, machine: str = "node-a") -> list[Load]:
+    """Return samples of a rank on a CPU that waited for a core for a part of the time."""
+    plain = loads(rank, None, samples=samples, machine=machine)
+    return [replace(load, waited_percent=percent, gpu=None) for load in plain]
+
+
+def test_crowded_cores_of_processes_with_less_than_half_of_their_time_names_each_machine_once() -> None:
+    found = list(crowded_cores({0: waiting(0, 51), 1: waiting(1, 64), 2: waiting(2, 90, machine="node-b")}))
+    assert [(each.kind, each.subject) for each in found] == [
+        ("crowded cores", "machine node-a"),
+        ("crowded cores", "machine node-b"),
+    ]
+    assert found[0].text.startswith("on machine node-a, rank 1 had a core for 36 % of the time")
+    with_gpu = [replace(load, gpu=3) for load in waiting(3, 90)]
+    fine = {0: waiting(0, 49), 1: waiting(1, 90, samples=STEPS - 1), 2: loads(2, None), 3: with_gpu}
+    assert list(crowded_cores(fine)) == []
+
+
 def test_hosts_running_out_with_little_memory_left_names_machine_and_largest_process() -> None:
     recent = {
         0: loads(0, left=(4.9,)),
@@ -102,3 +131,16 @@ def test_hosts_running_out_of_a_fast_fall_gives_the_seconds_left() -> None:
 )
 def test_hosts_running_out_with_enough_memory_finds_none(left: tuple[float, ...]) -> None:
     assert list(hosts_running_out({0: loads(0, left=left)})) == []
+
+
+def test_sample_of_threads_without_a_core_has_the_part_of_time_that_they_waited(tmp_path: Path) -> None:
+    tasks = tmp_path / "proc" / "self" / "task"
+    for thread, times in {"1": "1000 1000 5", "2": "0 0 0"}.items():
+        (tasks / thread).mkdir(parents=True)
+        (tasks / thread / "schedstat").write_text(f"{times}\n")
+    sampler = LoadSampler(0, tmp_path)
+    assert sampler.sample().waited_percent is None  # no thread has run
+    (tasks / "1" / "schedstat").write_text("1300 1400 9\n")
+    (tasks / "2" / "schedstat").write_text("100 200 1\n")
+    assert sampler.sample().waited_percent == pytest.approx(60)
+    assert read_scheduled(tmp_path / "nothing") == {} and read_scheduled(Path("/proc/self/task"))

@@ -93,8 +93,7 @@ def prepare(
 
     started = _launch_time()
     quiet_libraries()
-    _check_recipe_object(recipe, is_new=resume is None and weights is None)
-    start = _read_start(recipe, overrides, resume, dry_run=dry_run, anyway=resume_anyway)
+    start = _read_start(recipe, overrides, resume, dry_run=dry_run, anyway=resume_anyway, weights=weights)
     trial = partial(prepare, cpu=cpu)
     config, size_lines = choose_micro_batch_size(start.resolved.recipe, trial, output=output, cpu=cpu, weights=weights)
 
@@ -146,6 +145,15 @@ def prepare(
     return run
 
 
+def _check_object(recipe: Recipe | str | Path, *, is_stored: bool) -> None:
+    """Raise `InputError` for a recipe object whose warm-up would be rounded; a file is checked when it is read.
+
+    A recipe that is stored with a run may be of an earlier version, which has rounded.
+    """
+    if isinstance(recipe, Recipe) and not is_stored and (problems := [*warmup_problems(recipe)]):
+        raise InputError(problems)
+
+
 def _launch_time() -> float:
     """Return the start of this launch on the clock of time.perf_counter: of the process if launched, else now."""
     import psutil
@@ -193,16 +201,17 @@ class _Start:
         return checked_step(self.checkpoint, self.requested, data.task, data.rows, anyway=anyway)
 
 
-def _check_recipe_object(recipe: Recipe | str | Path, *, is_new: bool) -> None:
-    """Check what a `Recipe` built in Python for a new run may hold. A file is checked when it is read."""
-    if is_new and isinstance(recipe, Recipe) and (problems := [*warmup_problems(recipe)]):
-        raise InputError(problems)
-
-
 def _read_start(
-    recipe: Recipe | str | Path, overrides: Sequence[str], resume: str | Path | None, *, dry_run: bool, anyway: bool
+    recipe: Recipe | str | Path,
+    overrides: Sequence[str],
+    resume: str | Path | None,
+    *,
+    dry_run: bool,
+    anyway: bool,
+    weights: Path | None,
 ) -> _Start:
     """Read the recipe and the state of a checkpoint, and check that both have the same base model."""
+    _check_object(recipe, is_stored=resume is not None or weights is not None)
     requested = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     requested = shorten_for_dry_run(requested) if dry_run else requested
     checkpoint = None if resume is None else Path(resume)

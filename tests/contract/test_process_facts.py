@@ -65,7 +65,7 @@ def test_lines_on_standard_error_are_log_lines() -> None:
         for name, tree in sources()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "print"
+        and ast.unparse(node.func) in ("print", "print_text")
         and any(keyword.arg == "file" and ast.unparse(keyword.value) == "sys.stderr" for keyword in node.keywords)
     }
     assert places == set(PRINTS)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ftcli.runtime.errors import EXIT_FAILED, EXIT_INPUT, EXIT_SIGNAL, InputError, RunError
 from ftcli.runtime.log import log_line
-from ftcli.runtime.process import current_rank, has_ftcli_parent, parent_id
+from ftcli.runtime.process import current_rank, has_ftcli_parent, parent_id, world_size
 from ftcli.runtime.redaction import redact, redact_error
 from ftcli.runtime.run_folder import RunFolder, as_run_folder
 from ftcli.runtime.torn_files import read_object
@@ -127,14 +127,16 @@ def watch_peers(folder: RunFolder | str | Path) -> None:
 
     A rank that waits inside a collective for a dead peer cannot run Python's signal handlers, and torchrun
     would wait thirty seconds before it kills it. The seconds are counted here, from when the record was seen: clocks
-    of machines differ, and may be set.
+    of machines differ, and may be set. Does nothing in a run of one process, which a notebook may outlive.
     """
-    path = as_run_folder(folder)
+    if world_size() == 1:
+        return
+    path, rank = as_run_folder(folder), current_rank()
     stale = failure_records(path)  # an earlier run's
     seen: list[float] = []
 
     def peer_failed() -> bool:
-        if any(record["rank"] != current_rank() and record not in stale for record in failure_records(path)):
+        if any(record["rank"] != rank and record not in stale for record in failure_records(path)):
             seen.append(time.monotonic())
         return bool(seen) and time.monotonic() - seen[0] > PEER_GRACE_SECONDS
 

@@ -48,6 +48,7 @@ def launch(name, start=None, error=None, task="sft", earlier=(), saved=(3,), **h
 def save(folder, step):
     path = checkpoint_path(folder.path, step)
     path.mkdir(parents=True)
+    os.mkfifo(path / "state.json")  # an upload waits here until it is ended
     (path / COMPLETE).touch()
 
 def signal_once_an_upload_runs():

@@ -99,6 +99,7 @@ def test_watch_of_a_long_step_logs_once_and_compares_evaluations_with_evaluation
         heart.beat("evaluating", 3)
         go(0.5)  # long for a step, but the first of its kind
         heart.beat("forward", 4)
+        go(0.0)  # the phase is written down before its time passes
         go(0.4)
         go(0.4)
         written = json.loads((tmp_path / "heartbeats" / "rank-0.json").read_text())

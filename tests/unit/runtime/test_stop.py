@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.failures import failure_records, record_failure
+from ftcli.runtime.failures import failure_records, record_failure, watch_peers
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.runtime.stop import REPEAT_SECONDS, Stopped, StopRequest, ignore_signals_in_workers
 
@@ -255,9 +256,15 @@ time.sleep(600)
 
 @pytest.mark.parametrize("clock", [-7200, 7200])
 def test_hanging_rank_ends_after_a_peer_failed_for_any_clocks(clock: int, tmp_path: Path) -> None:
-    result = run_script(HANGS, str(tmp_path), str(clock), RANK="0")
+    result = run_script(HANGS, str(tmp_path), str(clock), RANK="0", WORLD_SIZE="2")
     assert result.returncode == 1 and "another rank has failed" in result.stderr
     assert result.stdout == "waits\n"
+
+
+def test_watch_peers_of_one_process_watches_nothing_after_its_run_has_failed(tmp_path: Path) -> None:
+    """A process that outlives its run, as a notebook does, was ended when its variable RANK was set later."""
+    watch_peers(tmp_path)
+    assert "ftcli-peers" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_stop_request_with_a_failure_of_an_earlier_run_ends_no_rank_though_its_clock_was_ahead(tmp_path: Path) -> None:
@@ -268,7 +275,7 @@ def test_stop_request_with_a_failure_of_an_earlier_run_ends_no_rank_though_its_c
         "import sys, time; from ftcli.runtime import failures\n"
         "failures.PEER_GRACE_SECONDS = -1.0; failures.watch_peers(sys.argv[1]); time.sleep(1.5)"
     )
-    assert run_script(script, str(tmp_path), RANK="0").returncode == 0
+    assert run_script(script, str(tmp_path), RANK="0", WORLD_SIZE="2").returncode == 0
 
 
 def test_failure_records_first_failure_is_the_one_written_first_though_its_clock_was_ahead(tmp_path: Path) -> None:

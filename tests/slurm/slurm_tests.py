@@ -109,7 +109,7 @@ def slurm(folder: Path, cluster: dict[str, str]) -> Iterator[Slurm]:
     slurm = Slurm(folder, cluster)
     yield slurm
     subprocess.run(["scancel", "--user", str(os.getuid())], env=slurm.environment)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while slurm.run("squeue", "--noheader") and time.monotonic() < deadline:
         time.sleep(0.5)
 
@@ -179,7 +179,7 @@ def test_scancel_saves_a_checkpoint_and_does_not_requeue(slurm: Slurm) -> None:
     slurm.wait_for_steps(job, "cancelled", 2)
     slurm.run("scancel", job)
     slurm.wait(job, ended)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 240
     while RunFolder(slurm.folder / "runs" / "cancelled").status()["state"] == "running" and time.monotonic() < deadline:
         time.sleep(0.3)
     facts = slurm.facts(job)

@@ -311,10 +311,10 @@ def stored_recipe(checkpoint: Path) -> Recipe:
     """
     state = read_state(checkpoint)
     try:
-        return Recipe.model_validate(state["recipe"])
+        return Recipe.model_validate(state.get("recipe"))
     except ValidationError as error:
         keys = ", ".join(dict.fromkeys(".".join(map(str, problem["loc"])) for problem in error.errors()))
         raise InputError(
             f"this version of ftcli cannot read the recipe of {checkpoint} (keys: {keys})",
-            hint=f"use the version that wrote it: {state['versions'].get('ftcli', 'see state.json')}",
+            hint=f"use the version that wrote it: {state.get('versions', {}).get('ftcli', 'see state.json')}",
         ) from error

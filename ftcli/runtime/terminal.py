@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TextIO
 
@@ -82,7 +83,8 @@ def replace_what_cannot_be_shown() -> None:
     """Make the streams of this process escape characters that their encoding lacks, also in texts of libraries."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not the stream of a notebook
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # a stream that was put in the place of another one, and cannot be sought
+                stream.reconfigure(errors="backslashreplace")
 
 
 def printable(text: str, stream: IO[str]) -> str:

@@ -251,7 +251,8 @@ def test_signal_during_a_save_leaves_an_intact_checkpoint(
 
 
 def test_signal_during_the_final_weights_lets_the_run_finish(train: Train, never_stopped: Path, tmp_path: Path) -> None:
-    code, output = train(tmp_path / "run", SIGNAL_AT="save_processor 1", SIGNALS="SIGTERM")
+    # The first call is a trial before step 1.
+    code, output = train(tmp_path / "run", SIGNAL_AT="save_processor 2", SIGNALS="SIGTERM")
     assert code == 0, output
     assert_same_run(tmp_path / "run", never_stopped)
 

@@ -291,7 +291,7 @@ def test_final_weights_and_prepared_rows_are_synced_before_their_rename(
         main(["train", "recipe.yaml", "--output", str(run), "--set=train.max_steps=2", "--set=data.max_length=127"])
     assert not end.value.code
     (rows,) = [path for kind, path in events if kind == "name" and path.parent == cache / "rows"]
-    before = [path for kind, path in events[: events.index(("name", rows))] if path.parent.name.startswith(rows.name)]
+    before = [path for kind, path in events[: events.index(("name", rows))] if ".tmp-" in path.parent.name]
     assert {path.name for path in before} == {"train.arrow", "meta.json"}
     assert ("sync", rows.parent) in events[events.index(("name", rows)) :]
 

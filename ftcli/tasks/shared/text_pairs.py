@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ftcli.models.structure import base_model_of
 from ftcli.tasks.protocol import Batch, Row
 from ftcli.tasks.shared.batches import pad
 
@@ -83,6 +84,6 @@ def collate_segments(tokenizer: Any, rows: list[Row]) -> Batch:
 
 def takes_segments(model: Any) -> bool:
     """Return whether a model tells the parts of a row apart by `token_type_ids`."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model_of(model)
     kinds = getattr(base.config, "type_vocab_size", None)
     return SEGMENTS in inspect.signature(base.forward).parameters and (kinds is None or kinds > 1)

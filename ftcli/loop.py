@@ -129,11 +129,11 @@ def _accumulate(
     Returns (sums of this rank by terms.py, loss of each micro-batch). The sums are `zero` for a step without rows.
     """
     sums, losses = zero, []
-    factors = run.terms.factors(message, run.plan.accumulation * run.plan.processes)
+    factors = run.terms.factors(message, run.plan.accumulation * run.plan.processes)  # however many passes there are
     loss_of = losses_of(run, window, message, number)
     batches = run.hardware.micro_batches(window.batches if message.rows else ())  # without rows there are no copies
     for micro, batch in enumerate(batches):
-        with run.hardware.accumulating(run.model):
+        with run.hardware.accumulating(run.model, is_last=micro == len(window.ids) - 1):
             run.heartbeat.beat("forward", number)
             item_sources = batch.pop("item_sources", None)
             contributions = run.terms.read(loss_of(micro, batch))

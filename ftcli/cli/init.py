@@ -88,7 +88,7 @@ def _starting_values(
         "model": {"name": model, "dropout": 0, "gradient_checkpointing": False},
         "adapter": {"type": "none"},
         "data": {"train": _source(data, "train"), **evaluation, "columns": {}},
-        "batch": {"global_size": 32, "micro_size": 16},
+        "batch": {"global_size": 32, "micro_size": "auto"},
         "train": {"epochs": 3},
         "optimizer": {"learning_rate": 5e-5, "weight_decay": 0.01, "max_grad_norm": 1.0},
         "schedule": {"name": "linear", "warmup_steps": 0.1},

@@ -17,7 +17,29 @@ if TYPE_CHECKING:
     from ftcli.config.recipe_training import Train
 
 
-AUTO_SIZE = 8  # rows of a micro-batch under `batch.micro_size: auto` if no size can be tried
+AUTO_SIZE = 8  # rows of a micro-batch under `batch.micro_size: auto` if their tokens are not known
+
+
+@dataclass(frozen=True)
+class PassCounts:
+    """The forward passes of one process in a step, where they are formed by tokens.
+
+    Attributes:
+        fewest: Passes of the step with the fewest.
+        most: Passes of the step with the most.
+        mean: Passes of a step on average.
+        tokens: Tokens of the largest pass, with padding.
+    """
+
+    fewest: int
+    most: int
+    mean: float
+    tokens: int
+
+    def __str__(self) -> str:
+        if self.fewest == self.most:
+            return pluralise(self.most, "forward pass", "es")
+        return f"{self.fewest} to {self.most} forward passes ({self.mean:.1f} on average)"
 
 
 @dataclass(frozen=True)
@@ -32,10 +54,24 @@ class Plan:
     steps_per_epoch: int | None  # optimizer steps
     steps: int | None  # optimizer steps of the run
     warmup_steps: int | None  # optimizer steps
+    passes: PassCounts | None = None  # where they are formed by tokens; micro size and accumulation then do not say it
+
+    @property
+    def typical_passes(self) -> int:
+        """Forward passes of one process in a typical step."""
+        return self.accumulation if self.passes is None else max(1, round(self.passes.mean))
+
+    @property
+    def typical_rows(self) -> int:
+        """Rows of one process in a typical forward pass."""
+        return max(1, self.global_size // self.processes // self.typical_passes)
 
     @property
     def batch_layout(self) -> str:
         """How the rows of a step are divided, as text: `16 = 8 rows x 1 micro-batch x 2 processes`."""
+        if self.passes is not None:
+            shared = f" on each of {self.processes} processes" if self.processes > 1 else ""
+            return f"{pluralise(self.global_size, 'row')} in {self.passes}{shared}"
         rows, batches = pluralise(self.micro_size, "row"), pluralise(self.accumulation, "micro-batch", "es")
         return f"{self.global_size} = {rows} x {batches} x {pluralise(self.processes, 'process', 'es')}"
 
@@ -78,7 +114,7 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def micro_size_limit(recipe: Recipe) -> int:
-    """Return the maximum number of rows per forward pass; under `auto` the default if no size can be tried."""
+    """Return the maximum number of rows per forward pass; under `auto` that of rows whose tokens are not known."""
     size = recipe.batch.micro_size
     return AUTO_SIZE if isinstance(size, str) else size
 
@@ -151,6 +187,9 @@ def derive_plan(recipe: Recipe, processes: int, rows: int | None = None) -> Plan
         InputError: The sizes do not fit together, or the warm-up is longer than the run.
     """
     micro, accumulation = derive_batches(recipe.batch.global_size, micro_size_limit(recipe), processes)
+    if recipe.batch.micro_size == "auto" and accumulation == 1 < micro:
+        # Steps may have several passes. Backends then have to be set up for accumulation.
+        micro, accumulation = derive_batches(recipe.batch.global_size, micro // 2, processes)
     drop_last = recipe.data.drop_last
     per_epoch, steps = derive_steps(recipe.train, rows, recipe.batch.global_size, drop_last=drop_last)
     warmup = recipe.schedule.warmup_steps

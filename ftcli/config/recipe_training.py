@@ -26,10 +26,12 @@ class Batch(Section):
 
     global_size: PositiveInt = Field(description="Rows per optimizer step over all processes and micro-batches.")
     micro_size: PositiveInt | Literal["auto"] = Field(
-        8,
+        "auto",
         description="Maximum number of rows in one forward pass of one process. The plan uses the largest divisor of "
-        "the rows per process that is not above it. auto: the most rows that fit, found on the GPUs with the longest "
-        f"rows at the start of the run and stored in its folder; 8 without a GPU. {MACHINE_HINT}",
+        "the rows per process that is not above it. auto: as many rows as fit by their real tokens, and the rows of a "
+        "step are shared out over the processes by tokens. Rows without tokens, and streams: the most rows that fit, "
+        "found on the GPUs with the longest rows at the start of the run and stored in its folder; 8 without a GPU. "
+        f"{MACHINE_HINT}",
     )
 
 

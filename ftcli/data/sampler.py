@@ -6,7 +6,7 @@ therefore the same for any number of processes and any micro size. This module h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from ftcli.runtime.seeds import PADDING, mix, seed_of
 GROUPED_STEPS = 50  # steps whose rows are sorted together by group_by_length, as transformers' sampler does
 
 Key = tuple[int, int]  # (epoch, row index): both seed the augmentation of a row
+Divide = Callable[[Sequence[int]], list[list[int]]]  # the rows of a step -> the rows of its passes, in global order
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -70,9 +71,12 @@ class TrainOrder:
     `processes * accumulation` lists of a step contain the `global_size` rows of that step. Rows beyond
     `steps_per_epoch` are dropped. A step with too few rows is padded, so that all processes run the same number of
     forward passes. With `lengths` (tokens of every row) the rows of a step have similar lengths.
+
+    With `divide` the lists of a step are formed by tokens: their number and their sizes change from step to step.
     """
 
     drop_last = True  # each list is full; Accelerate reads both attributes
+    batch_size: int | None  # None: lists have different sizes
 
     def __init__(
         self,
@@ -85,24 +89,57 @@ class TrainOrder:
         steps: int,
         steps_per_epoch: int,
         lengths: NDArray[np.int64] | None = None,
+        divide: Divide | None = None,
     ):
-        self.rows, self.global_size, self.batch_size = rows, global_size, micro_size
+        self.rows, self.global_size, self.micro_size = rows, global_size, micro_size
         self.seed, self.first_step, self.steps, self.steps_per_epoch = seed, first_step, steps, steps_per_epoch
-        self.lengths = lengths
+        self.lengths, self.divide = lengths, divide
+        self.batch_size = micro_size if divide is None else None
+        self._epochs: dict[int, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
-        return (self.steps - self.first_step) * self.global_size // self.batch_size
+        if self.divide is None:
+            return (self.steps - self.first_step) * self.global_size // self.micro_size
+        return sum(len(self._lists(self.rows_of(step))) for step in range(self.first_step, self.steps))
 
     def __iter__(self) -> Iterator[list[Key]]:
-        current = None
         for step in range(self.first_step, self.steps):
-            epoch, position = divmod(step, self.steps_per_epoch)
-            if epoch != current:
-                order, current = self._epoch(epoch), epoch
-            rows = order[position * self.global_size : (position + 1) * self.global_size]
-            rows = np.pad(rows, (0, self.global_size - len(rows)), constant_values=PADDING)
-            for start in range(0, self.global_size, self.batch_size):
-                yield [(epoch, int(index)) for index in rows[start : start + self.batch_size]]
+            epoch = step // self.steps_per_epoch
+            for rows in self._lists(self.rows_of(step)):
+                yield [(epoch, int(index)) for index in rows]
+
+    def passes_of(self, step: int, processes: int) -> int:
+        """Return the number of forward passes that every process makes in a step.
+
+        Args:
+            step: Number of steps before it.
+            processes: Number of processes.
+        """
+        return len(self._lists(self.rows_of(step))) // processes
+
+    def rows_of(self, step: int) -> NDArray[np.int64]:
+        """Return the row indices of the step after `step` steps, `[global_size]`, with padding at the end."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        return self.rows_of_epoch(epoch)[position]
+
+    def rows_of_epoch(self, epoch: int) -> NDArray[np.int64]:
+        """Return the row indices of the steps of an epoch, `[steps_per_epoch, global_size]`, with padding at the end.
+
+        The orders of the newest two epochs are kept, because the loader is ahead of the loop.
+        """
+        if epoch not in self._epochs:
+            used = self._epoch(epoch)[: self.steps_per_epoch * self.global_size]
+            padding = self.steps_per_epoch * self.global_size - len(used)
+            steps = np.pad(used, (0, padding), constant_values=PADDING).reshape(self.steps_per_epoch, -1)
+            self._epochs = {number: kept for number, kept in self._epochs.items() if number == epoch - 1}
+            self._epochs[epoch] = steps
+        return self._epochs[epoch]
+
+    def _lists(self, rows: NDArray[np.int64]) -> list[list[int]]:
+        """Return the lists of a step."""
+        if self.divide is not None:
+            return self.divide(rows.tolist())
+        return rows.reshape(-1, self.micro_size).tolist()
 
     def _epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return the row indices of an epoch, `[rows]`."""

@@ -127,13 +127,14 @@ class Hardware:
         with self.backend.share_weight_casts(self.accelerator):
             yield from batches
 
-    def accumulating(self, model: nn.Module) -> AbstractContextManager[None]:
+    def accumulating(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context of one micro-batch; gradients are summed over ranks in the last one of a window.
 
-        If `Backend.sync_every_micro_batch` is true, each micro-batch sums them.
+        If `Backend.sync_every_micro_batch` is true, each one sums them. Accelerate does not count: windows differ.
         """
-        several = self.accelerator.gradient_accumulation_steps > 1
-        block: AbstractContextManager[None] = self.accelerator.accumulate(model) if several else nullcontext()
+        self.accelerator.sync_gradients = is_last
+        sums = is_last or self.backend.sync_every_micro_batch
+        block: AbstractContextManager[None] = nullcontext() if sums else self.accelerator.no_sync(model)
         return block
 
     def backward(self, loss: Tensor) -> None:

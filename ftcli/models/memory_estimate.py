@@ -170,6 +170,7 @@ def choose_mode(
     *,
     tokens: int,
     capacity: int | None,
+    largest: int | None = None,
     can_recompute: bool = True,
     fused: bool = False,
     compiled: bool = False,
@@ -183,8 +184,10 @@ def choose_mode(
         sizes: The size of the model.
         shares: Over how many processes the profile shards weights, gradients and optimizer state.
         plan: The plan of the run.
-        tokens: Tokens of a row.
+        tokens: Tokens of the longest row.
         capacity: Memory of the smallest device in bytes; None without a device.
+        largest: Tokens of the largest micro-batch that the run will compute, with padding. None: not known, so every
+            row of a micro-batch may be the longest.
         can_recompute: Whether the model's layers support recomputation.
         fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
         compiled: Whether the layers are compiled in the modes none and full.
@@ -194,23 +197,71 @@ def choose_mode(
     """
     tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
-    limit = math.inf if capacity is None else USABLE_FRACTION * capacity
     # The search for a micro size accumulates gradients.
     fresh_gradients = has_fresh_gradients(shares, plan) and recipe.batch.micro_size != "auto"
-    how: dict[str, Any] = {"rows": rows, "tokens": tokens, "fresh_gradients": fresh_gradients}
-    estimates = {}
-    for mode in MODES:
-        kernels = {"fused": fused and mode != "selective", "compiled": compiled and mode != "selective"}
-        estimates[mode] = estimate_memory(recipe, sizes, shares, mode=mode, **kernels, **how)
-    of_capacity = "" if capacity is None else f" of {capacity / 1e9:.2f}"
+    estimates = estimate_modes(
+        recipe,
+        sizes,
+        shares,
+        tokens=rows * tokens if largest is None else largest,
+        fused=fused,
+        compiled=compiled,
+        fresh_gradients=fresh_gradients,
+    )
     modes, reason = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused)
+    limit = math.inf if capacity is None else USABLE_FRACTION * capacity
     mode = modes[0]
     if len(modes) > 1:
         mode = next((mode for mode in modes if estimates[mode].total <= limit), modes[-1])
         reason = "auto: no device" if capacity is None else f"auto: {_reason(mode, estimates, limit)}"
-    estimate = str(estimates[mode]).replace(" per process", f"{of_capacity} per process", 1)
-    batch = f"{rows} row{'s' * (rows > 1)} of {tokens} tokens" if sizes.shape else "activations not known"
-    return mode, f"memory {estimate}, {batch}; gradient_checkpointing {mode} ({reason})"
+    batch = f"{rows} row{'s' * (rows > 1)} of {tokens} tokens"
+    if largest is not None:
+        batch = f"the largest micro-batch has {largest} tokens"
+    return mode, describe_estimate(estimates[mode], capacity, batch if sizes.shape else None, mode, reason)
+
+
+def estimate_modes(
+    recipe: Recipe,
+    sizes: ModelSize,
+    shares: ShardCounts,
+    *,
+    tokens: int,
+    fused: bool,
+    compiled: bool,
+    fresh_gradients: bool = False,
+) -> dict[str, MemoryEstimate]:
+    """Return the memory of a process for a forward pass of `tokens` tokens, by recomputation mode.
+
+    Args:
+        recipe: The recipe of the run.
+        sizes: The size of the model.
+        shares: Over how many processes the profile shards weights, gradients and optimizer state.
+        tokens: Tokens of the forward pass, with padding.
+        fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
+        compiled: Whether the layers are compiled in the modes none and full.
+        fresh_gradients: As in `estimate_memory`.
+    """
+    how: dict[str, Any] = {"rows": 1, "tokens": tokens, "fresh_gradients": fresh_gradients}
+    estimates = {}
+    for mode in MODES:
+        kernels = {"fused": fused and mode != "selective", "compiled": compiled and mode != "selective"}
+        estimates[mode] = estimate_memory(recipe, sizes, shares, mode=mode, **kernels, **how)
+    return estimates
+
+
+def describe_estimate(estimate: MemoryEstimate, capacity: int | None, batch: str | None, mode: str, reason: str) -> str:
+    """Return a line for the log with an estimate, and what is recomputed for which reason.
+
+    Args:
+        estimate: The estimate.
+        capacity: Memory of the smallest device in bytes; None without a device.
+        batch: What the largest forward pass has; None if activations are not known.
+        mode: What the backward pass recomputes.
+        reason: Why, in a few words.
+    """
+    of_capacity = "" if capacity is None else f" of {capacity / 1e9:.2f}"
+    text = str(estimate).replace(" per process", f"{of_capacity} per process", 1)
+    return f"memory {text}, {batch or 'activations not known'}; gradient_checkpointing {mode} ({reason})"
 
 
 def modes_to_try(recipe: Recipe, *, can_recompute: bool, compiled: bool) -> tuple[list[str], str]:

@@ -90,7 +90,7 @@ class Task(sft.Task):
     options: Any
     starting_recipe: Mapping[str, Mapping[str, Any]] = {
         **sft.Task.starting_recipe,
-        "batch": {"global_size": 16, "micro_size": 2},
+        "batch": {"global_size": 16},
         "optimizer": {"learning_rate": 5e-6},
         "schedule": {"name": "cosine", "warmup_steps": 0.1},
     }

@@ -37,7 +37,7 @@ class Task(sft.Task):
     default_truncation = "split"
     starting_recipe: Mapping[str, Mapping[str, Any]] = {
         "data": {"max_length": 1024},
-        "batch": {"global_size": 32, "micro_size": 4},
+        "batch": {"global_size": 32},
         "train": {"epochs": 1},
         "optimizer": {"learning_rate": 2e-5},
         "schedule": {"name": "cosine", "warmup_steps": 0.05},

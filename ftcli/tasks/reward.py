@@ -82,7 +82,7 @@ class Task:
     metric_names: tuple[str, ...] = METRICS
     starting_recipe: Mapping[str, Mapping[str, Any]] = {
         "data": {"max_length": 1024},
-        "batch": {"global_size": 32, "micro_size": 4},
+        "batch": {"global_size": 32},
         "train": {"epochs": 1},
         "optimizer": {"learning_rate": 1e-5},
         "schedule": {"name": "cosine", "warmup_steps": 0.1},

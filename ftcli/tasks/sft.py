@@ -87,7 +87,7 @@ class Task:
     starting_recipe: Mapping[str, Mapping[str, Any]] = {
         "adapter": {"type": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
         "data": {"max_length": 1024},
-        "batch": {"global_size": 16, "micro_size": 4},
+        "batch": {"global_size": 16},
         "train": {"epochs": 1},
         "optimizer": {"learning_rate": 2e-4},
         "schedule": {"name": "cosine", "warmup_steps": 0.05},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +30,41 @@ from ftcli.models.kernels.compile import (
 from ftcli.models.kernels.float8 import multiply_in_float8
 from ftcli.models.kernels.liger import liger_problem, use_liger
 from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
-from ftcli.models.memory_estimate import choose_mode
+from ftcli.models.memory_estimate import choose_mode, describe_estimate, estimate_modes
+from ftcli.models.pass_budget import choose_budget, pass_costs
 from ftcli.models.shape import ModelSize, Shape
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.installed import is_installed
+from ftcli.training.batches.passes import PassRule
+from ftcli.training.pass_sizes import count_passes, largest_micro_batch
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ftcli.config.plan import Plan
+    from ftcli.config.plan import PassCounts, Plan
+    from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
     from ftcli.data.cache import PreparedRows
     from ftcli.hardware.interface import Hardware
+    from ftcli.training.batches.passes import RowSizes
     from ftcli.training.prepared_data import PreparedData
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What the backward pass computes again, and the passes that this has room for.
+
+    Attributes:
+        mode: none, selective or full.
+        memory_line: The line for the log that gives the memory estimate.
+        passes: How rows are divided into forward passes by tokens; None: by number.
+        counts: The number of passes; None without `passes`.
+    """
+
+    mode: str
+    memory_line: str
+    passes: PassRule | None = None
+    counts: PassCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -50,16 +72,24 @@ class Acceleration:
     """What was done to a model.
 
     Attributes:
-        recomputed: What the backward pass computes again: none, selective or full.
+        recomputation: What the backward pass computes again.
         compiled: Whether the layers are compiled.
         kernel_lines: One line for the log for each kernel, and for compilation where it was left out.
-        memory_line: The line for the log that gives the memory estimate.
     """
 
-    recomputed: str
+    recomputation: Recomputation
     compiled: bool
     kernel_lines: list[str]
-    memory_line: str
+
+    @property
+    def memory_line(self) -> str:
+        """The line for the log that gives the memory estimate."""
+        return self.recomputation.memory_line
+
+    def applied_to(self, data: PreparedData) -> PreparedData:
+        """Return the data of the run with the passes that its rows are divided into."""
+        plan = replace(data.plan, passes=self.recomputation.counts)
+        return replace(data, plan=plan, passes=self.recomputation.passes)
 
 
 def accelerate_model(
@@ -90,13 +120,12 @@ def accelerate_model(
     compile_choice = partial(choose_compile, model, recipe, data.plan, data.rows)
     device_type, may_compile = hardware.accelerator.device.type, hardware.may_compile(model)
     estimated, _ = compile_choice("none", device_type=device_type, may_compile=may_compile)
-    recomputed, memory_line = choose_recomputation(
-        model, recipe, data.plan, hardware, data.rows, compiled=bool(estimated.model.torch_compile)
-    )
+    choice = choose_recomputation(model, recipe, data, hardware, compiled=bool(estimated.model.torch_compile))
+    recomputed = choice.mode
     recipe, not_compiled = compile_choice(recomputed, device_type=device_type, may_compile=may_compile)
     kernel_lines = [*use_kernels(model, recipe, hardware, recomputed), *not_compiled]
     model = hardware.before_prepare(model, recipe)
-    return model, recipe, Acceleration(recomputed, bool(recipe.model.torch_compile), kernel_lines, memory_line)
+    return model, recipe, Acceleration(choice, bool(recipe.model.torch_compile), kernel_lines)
 
 
 def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed: str) -> list[str]:
@@ -125,8 +154,8 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
 
 
 def choose_recomputation(
-    model: nn.Module, recipe: Recipe, plan: Plan, hardware: Hardware, rows: PreparedRows, *, compiled: bool
-) -> tuple[str, str]:
+    model: nn.Module, recipe: Recipe, data: PreparedData, hardware: Hardware, *, compiled: bool
+) -> Recomputation:
     """Choose what the backward pass computes again, from the recipe or from a memory estimate, and apply it.
 
     A collective. All ranks make the same choice, for the smallest device.
@@ -134,30 +163,71 @@ def choose_recomputation(
     Args:
         model: The model, not yet prepared.
         recipe: The recipe.
-        plan: The plan of the run.
+        data: The rows and the plan of the run.
         hardware: The hardware of the run.
-        rows: The rows of the run.
         compiled: Whether its layers will be compiled if nothing is recomputed selectively.
 
     Returns:
-        What is computed again (none, selective or full), and one line for the log.
+        What is computed again, and with `batch.micro_size: auto` how rows are divided into passes.
     """
+    plan, rows, device_type = data.plan, data.rows, hardware.accelerator.device.type
     shares = profile_of_process(os.environ).shard_counts(plan.processes)
-    sizes, tokens = _sizes(model), _longest_row(recipe, rows)
+    sizes = _sizes(model)
     capacities, trained, frozen = zip(
         *hardware.ranks.collect((_gpu_memory(hardware), sizes.trained, sizes.frozen_bytes)), strict=True
     )
     sizes = ModelSize(max(trained), max(frozen), sizes.shape)  # ties and dtypes may not exist on every rank yet
     kind = getattr(getattr(base_model_of(model), "config", None), "model_type", "unknown")
-    has_liger = liger_problem(recipe, kind, on_gpu=hardware.accelerator.device.type == "cuda") is None
+    has_liger = liger_problem(recipe, kind, on_gpu=device_type == "cuda") is None
     able, capacity = can_recompute(model), min((size for size in capacities if size is not None), default=None)
     how = {"can_recompute": able, "fused": compiled or has_liger, "compiled": compiled}
-    mode, line = choose_mode(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, **how)
-    enable_recomputation(model, mode)
+    if recipe.batch.micro_size == "auto" and data.sizes is not None:
+        choice = _choose_passes(recipe, data, data.sizes, sizes, shares, capacity, device_type, how)
+    else:
+        is_flat = getattr(data.task, "is_flat", False)
+        largest = largest_micro_batch(recipe, plan, rows, data.sizes, is_flat=is_flat, size=plan.micro_size)
+        tokens = _longest_row(recipe, rows)
+        mode, line = choose_mode(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, largest=largest, **how)
+        choice = Recomputation(mode, line)
+    enable_recomputation(model, choice.mode)
     if recipe.model.activation_offloading:
         offload_activations(model)
-        line += "; activations are offloaded to the host"
-    return mode, line
+        choice = replace(choice, memory_line=f"{choice.memory_line}; activations are offloaded to the host")
+    return choice
+
+
+def _choose_passes(
+    recipe: Recipe,
+    data: PreparedData,
+    rows: RowSizes,
+    sizes: ModelSize,
+    shares: ShardCounts,
+    capacity: int | None,
+    device_type: str,
+    how: dict[str, bool],
+) -> Recomputation:
+    """Choose the tokens of a forward pass, and with them what is computed again. See `choose_recomputation`."""
+    plan, is_flat = data.plan, getattr(data.task, "is_flat", False)
+    longest = int((rows.tokens if is_flat else rows.longest * rows.documents).max())
+    of_step = largest_micro_batch(recipe, plan, data.rows, rows, is_flat=is_flat, size=plan.global_size)
+    share = -(-(longest * plan.global_size if of_step is None else of_step) // plan.processes)
+    budget = choose_budget(recipe, sizes, shares, longest=longest, of_step=share, capacity=capacity, **how)
+    shape = sizes.shape
+    rule = PassRule(
+        sizes=rows,
+        processes=plan.processes,
+        budget=budget.tokens,
+        is_flat=is_flat,
+        **pass_costs(device_type, shape),
+        attention=0.0 if shape is None else shape.attention / shape.layer_products,
+    )
+    counts = count_passes(recipe, plan, data.rows, rule)
+    kernels = {"fused": how["fused"], "compiled": how["compiled"]}
+    estimate = estimate_modes(recipe, sizes, shares, tokens=counts.tokens, **kernels)[budget.mode]
+    batch = f"at most {counts.tokens} tokens in a forward pass" if shape else None
+    return Recomputation(
+        budget.mode, describe_estimate(estimate, capacity, batch, budget.mode, budget.reason), rule, counts
+    )
 
 
 def _sizes(model: nn.Module) -> ModelSize:

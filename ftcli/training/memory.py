@@ -25,8 +25,9 @@ import torch
 from ftcli.config.plan import AUTO_SIZE
 from ftcli.config.profile import advise_profile, profile_of_process
 from ftcli.data.packing import lengths_of
+from ftcli.data.paths import model_folder
+from ftcli.models.shape import Shape, measure_model
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.patches import declare
 from ftcli.runtime.process import local_rank, world_size
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.runtime.torn_files import read_object
@@ -37,20 +38,10 @@ from ftcli.training.size_search import largest_that_fits
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
     from ftcli.tasks.protocol import Batch
+    from ftcli.training.batches.passes import RowSizes
     from ftcli.training.run import Run
 
 
-ACCUMULATION = declare(
-    __name__,
-    "accumulation-counter",
-    library="accelerate",
-    versions=">=1.15,<1.16",
-    purpose="Sets Accelerate's count of micro-batches and the length of a window before each measured window",
-    without="`batch.micro_size: auto` is refused on GPUs.",
-    alternative="None: the count has no public setter.",
-    apis=("accelerate:Accelerator.step", "accelerate:Accelerator.gradient_accumulation_steps"),
-    required=True,
-)
 RESULT_FILE = "micro_size.json"  # in the run folder
 RESERVED_FRACTION = 0.06  # of a device's memory, which a window must leave free for fragmentation
 
@@ -105,12 +96,19 @@ class DeviceMeter:
 
 
 def choose_micro_batch_size(
-    recipe: Recipe, trial: Prepare, *, output: str | Path | None, cpu: bool, weights: Path | None
+    recipe: Recipe,
+    trial: Prepare,
+    *,
+    output: str | Path | None,
+    cpu: bool,
+    weights: Path | None,
+    sizes: RowSizes | None = None,
 ) -> tuple[Recipe, list[str]]:
-    """Replace `batch.micro_size: auto` by a number. A collective.
+    """Replace `batch.micro_size: auto` by a number, unless passes can be formed by tokens. A collective.
 
-    On GPUs the number is measured, once for a run folder and its hardware; a resumed run takes it from the run folder.
-    Without a GPU, and to evaluate finished weights, it is a fixed number.
+    Passes are formed by tokens if the tokens of the rows are known and, on GPUs, the memory that a token takes.
+    Otherwise the number is measured on GPUs, once for a run folder and its hardware; a resumed run takes it from the
+    run folder. Without a GPU, and to evaluate finished weights, it is a fixed number.
 
     Args:
         recipe: The recipe.
@@ -118,16 +116,18 @@ def choose_micro_batch_size(
         output: The run folder, or None.
         cpu: Whether the run trains on the CPU.
         weights: A folder of trained weights that are only evaluated, or None.
+        sizes: The tokens of the training rows; None if they are not known.
 
     Returns:
-        The recipe with a number, and log lines about its origin.
+        The recipe, and log lines about the origin of a number.
 
     Raises:
         InputError: One row does not fit, or a rank has a smaller device than the one of the stored result.
     """
-    if recipe.batch.micro_size != "auto":
+    on_gpu = not cpu and torch.cuda.is_available()
+    if recipe.batch.micro_size != "auto" or (sizes is not None and not (on_gpu and _shape_of(recipe) is None)):
         return recipe, []
-    if cpu or not torch.cuda.is_available() or weights is not None:
+    if not on_gpu or weights is not None:
         return with_micro_size(recipe, AUTO_SIZE), [
             f"batch.micro_size auto: at most {AUTO_SIZE} rows, not measured, because no GPU trains"
         ]
@@ -140,6 +140,12 @@ def choose_micro_batch_size(
         result = {"micro_size": size, "gradient_checkpointing": mode, "found": line, "for": key}
         RunFolder(output).write_json(RESULT_FILE, result | {"device_bytes": _device_bytes()})
     return with_micro_size(recipe, size, mode), [line]
+
+
+def _shape_of(recipe: Recipe) -> Shape | None:
+    """Return the shape of the recipe's model from its files; None if the memory of a token cannot be estimated."""
+    folder = model_folder(recipe.model.name)
+    return None if folder is None else measure_model(folder, recipe).shape
 
 
 def _read_result(path: Path, key: str) -> dict[str, Any] | None:
@@ -226,9 +232,7 @@ def _train_window(run: Run, rows: list[Any], size: int, count: int, meter: Meter
 
     Returns the bytes that are allocated after the last backward pass: weights, gradients and optimizer state.
     """
-    ACCUMULATION.require()
     hardware, model = run.hardware, run.model
-    hardware.accelerator.gradient_accumulation_steps, hardware.accelerator.step = count, 0
     batch: Batch = Collate(run.task)(rows[:size])
     del batch["sample_ids"]
     model.train()
@@ -238,8 +242,9 @@ def _train_window(run: Run, rows: list[Any], size: int, count: int, meter: Meter
         run.terms.count(run.task, [batch])[0], 1
     )  # equals the loop's scale if all micro-batches of all ranks are equal
     allocated = 0
-    for micro_batch in hardware.micro_batches(DevicePrefetcher(hardware.accelerator.device).ahead([batch] * count)):
-        with hardware.accumulating(model):
+    batches = DevicePrefetcher(hardware.accelerator.device).ahead([batch] * count)
+    for micro, micro_batch in enumerate(hardware.micro_batches(batches)):
+        with hardware.accumulating(model, is_last=micro == count - 1):
             loss = run.loss_of(micro_batch)
             hardware.backward(loss * scale)
         del loss
@@ -301,9 +306,11 @@ def explain_out_of_memory(run: Run) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         peak = f"; peak so far {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if torch.cuda.is_available() else ""
+        passes = run.plan.passes
+        rows = f"{run.plan.micro_size} rows" if passes is None else f"up to {passes.tokens} tokens"
         rank, beat, first = run.hardware.ranks.rank, run.heartbeat.now, (str(error).splitlines() or [""])[0]
         raise InputError(
-            f"rank {rank} ran out of memory in {beat.phase} (step {beat.step}) with {run.plan.micro_size} rows in each "
+            f"rank {rank} ran out of memory in {beat.phase} (step {beat.step}) with {rows} in each "
             f"forward pass{peak}: {first}",
             hint="\n    ".join(_remedies(run)),
         ) from error
@@ -313,7 +320,8 @@ def _remedies(run: Run) -> list[str]:
     """Return changes of recipe and profile that need less memory and keep the loss curve."""
     plan = run.plan
     rows_per_step = plan.global_size // plan.processes
-    sizes = [str(size) for size in range(1, plan.micro_size) if rows_per_step % size == 0]
+    most = plan.micro_size if plan.passes is None else rows_per_step // 2 + 1
+    sizes = [str(size) for size in range(1, most) if rows_per_step % size == 0]
     smaller = f"set batch.micro_size to {' or '.join(sizes)}: batch.global_size {plan.global_size} and the curve stay"
     remedies = [smaller if sizes else "batch.micro_size is 1 row already"]
     if run.recomputed != "full":

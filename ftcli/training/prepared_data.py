@@ -10,6 +10,7 @@ from ftcli.config.task_registry import recording_task
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.runtime.process import world_size
 from ftcli.tasks.shared.metric_names import check_metric
+from ftcli.training.batches.passes import PassRule, RowSizes
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -26,12 +27,28 @@ class PreparedData:
         rows: The cached rows to train on and to evaluate.
         prompts: Prompts to answer at each evaluation, encoded.
         plan: Steps, micro-batch size and accumulation for the number of processes.
+        sizes: The tokens of the training rows; None where they are not known.
+        passes: How the rows of a step are divided into forward passes by tokens; None: by number.
     """
 
     task: Task
     rows: PreparedRows
     prompts: list[EncodedPrompt]
     plan: Plan
+    sizes: RowSizes | None = None
+    passes: PassRule | None = None
+
+    @property
+    def stand_in(self) -> int:
+        """The document that stands in, blank, where a micro-batch has no row."""
+        if self.passes is None:
+            return 0
+        row = int(self.passes.sizes.longest.argmin())
+        return row if self.rows.bins is None else self.rows.bins[row][0]
+
+    def with_micro_size(self, recipe: Recipe) -> PreparedData:
+        """Return the data with the plan of a recipe that has another `batch.micro_size`."""
+        return replace(self, plan=derive_plan(recipe, self.plan.processes, self.rows.train_rows))
 
 
 def prepare_data(recipe: Recipe, *, trains: bool, dry_run: bool) -> PreparedData:
@@ -41,7 +58,7 @@ def prepare_data(recipe: Recipe, *, trains: bool, dry_run: bool) -> PreparedData
     steps is known only afterwards.
 
     Args:
-        recipe: The recipe, with a number for `batch.micro_size`.
+        recipe: The recipe.
         trains: False for weights that are only evaluated. Then the metric of `checkpoint.keep_best` is not checked.
         dry_run: Keep one evaluation batch for each process.
 
@@ -68,4 +85,4 @@ def prepare_data(recipe: Recipe, *, trains: bool, dry_run: bool) -> PreparedData
     if dry_run and rows.eval is not None:
         count = min(len(rows.eval), plan.micro_size * plan.processes)
         rows = replace(rows, eval=rows.eval.select(range(count)))
-    return PreparedData(task, rows, prompts, plan)
+    return PreparedData(task, rows, prompts, plan, RowSizes.of(rows))

@@ -95,6 +95,12 @@ class Run:
         """Number of optimizer steps that are done."""
         return self.first_step if self.progress.done is None else self.progress.done
 
+    def passes_of(self, step: int) -> int:
+        """Return the number of forward passes of this process in the step after `step` steps."""
+        if self.order is None or self.order.divide is None:
+            return self.plan.accumulation
+        return self.order.passes_of(step, self.plan.processes)
+
     @property
     def stream(self) -> StreamLoader | None:
         """The loader of training rows, where they are a stream."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from ftcli.config.plan import Plan
     from ftcli.hardware.interface import Hardware
+    from ftcli.training.memory import Prepare
 
 
 @owns_settings
@@ -87,17 +88,14 @@ def prepare(
     from ftcli.training.derived_columns import add_columns
     from ftcli.training.disk_space import check_disk
     from ftcli.training.final_weights import check_saving
-    from ftcli.training.memory import choose_micro_batch_size
     from ftcli.training.nonfinite import NonFiniteGuard
     from ftcli.training.optim.build import build_optimizer
 
     started = _launch_time()
     quiet_libraries()
     start = _read_start(recipe, overrides, resume, dry_run=dry_run, anyway=resume_anyway, weights=weights)
-    trial = partial(prepare, cpu=cpu)
-    config, size_lines = choose_micro_batch_size(start.resolved.recipe, trial, output=output, cpu=cpu, weights=weights)
-
-    data = prepare_data(config, trains=weights is None, dry_run=dry_run)
+    where: dict[str, Any] = {"output": output, "cpu": cpu, "weights": weights}
+    config, data, size_lines = _prepare_data(start.resolved.recipe, partial(prepare, cpu=cpu), dry_run=dry_run, **where)
     first_step = start.first_step(data, anyway=resume_anyway)
     folder = None if output is None else RunFolder(output)
     hardware = _build_hardware(config, data.plan, folder, cpu=cpu)
@@ -105,6 +103,7 @@ def prepare(
 
     model = build_model(config, data, weights)
     model, config, acceleration = accelerate_model(model, config, data, hardware)
+    data = acceleration.applied_to(data)
     optimizer = build_optimizer(model, config, fused=hardware.steps_on_gpu)
     loaders = build_loaders(config, data, first_step, hardware, guard.excluded)
     model, optimizer, prepared = hardware.prepare(model, optimizer, loaders.map_style)
@@ -129,7 +128,7 @@ def prepare(
         began=started,
         resolved=start.resolved,
         base=start.checked_base(anyway=resume_anyway),
-        recomputed=acceleration.recomputed,
+        recomputed=acceleration.recomputation.mode,
         compiled=acceleration.compiled,
     )
     run.log_lines += [*start.log_lines(), *acceleration.kernel_lines, *describe_run(run), *size_lines]
@@ -221,6 +220,17 @@ def _read_start(
     if state is not None and not anyway:
         check_trained_on(state.get("frozen"), model.name, model.revision, now=base)
     return _Start(requested, resolved, base, checkpoint, state)
+
+
+def _prepare_data(
+    recipe: Recipe, trial: Prepare, *, output: str | Path | None, cpu: bool, weights: Path | None, dry_run: bool
+) -> tuple[Recipe, PreparedData, list[str]]:
+    """Return the recipe with its micro size decided, the data, and log lines about that size. A collective."""
+    from ftcli.training.memory import choose_micro_batch_size
+
+    data = prepare_data(recipe, trains=weights is None, dry_run=dry_run)
+    recipe, lines = choose_micro_batch_size(recipe, trial, output=output, cpu=cpu, weights=weights, sizes=data.sizes)
+    return recipe, data.with_micro_size(recipe), lines
 
 
 def _build_hardware(recipe: Recipe, plan: Plan, folder: RunFolder | None, *, cpu: bool) -> Hardware:

@@ -14,10 +14,10 @@ from ..support.patching import patching
 from ..support.runner import MakeInputs
 
 STEPS = 20
-MICRO_SIZES = (1, 2, 4)
+MICRO_SIZES = (1, 2, 4, "auto")
 WORLDS = [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("zero2", 2), ("zero2", 3), ("zero3", 2), ("zero3", 3)]
 ROWS = range(1, 18)
-ACCUMULATIONS = (1, 2, 8)
+ACCUMULATIONS = (1, 2, 8, "auto")
 SHARED_OUT = 48  # rows of a step: over 1, 2 and 3 processes, in 1, 2 or 8 micro-batches
 
 
@@ -70,7 +70,10 @@ def short_curves(folder: Path, sizes: list[int]) -> dict[str, list[dict[str, Any
             cell(
                 folder,
                 "sft-tied",
-                batch={"global_size": SHARED_OUT, "micro_size": SHARED_OUT // world // accumulation},
+                batch={
+                    "global_size": SHARED_OUT,
+                    "micro_size": "auto" if accumulation == "auto" else SHARED_OUT // world // accumulation,
+                },
                 train={"max_steps": 2},
                 data={"train": {"path": str(folder / f"chats-{rows}.jsonl")}, "max_length": 128, "drop_last": False},
                 schedule={"name": "constant"},

@@ -43,6 +43,7 @@ class Rows(WithTask):
         training: Whether the rows are training rows.
         bins: The packed rows; None without packing.
         excluded: Ids of documents that are blank. `columns` are added to each document by its number.
+        stand_in: Number of the document whose shape the rows have that fill up a micro-batch.
     """
 
     def __init__(
@@ -54,16 +55,19 @@ class Rows(WithTask):
         bins: Bins | None = None,
         excluded: Set[int] = frozenset(),
         columns: Mapping[str, Any] | None = None,
+        stand_in: int = 0,
     ) -> None:
         self.columns = {} if columns is None else columns  # an empty one may be filled in later
         self.rows, self.task, self.training, self.bins, self.excluded = rows, task, training, bins, excluded
+        self.stand_in = stand_in
 
     def __len__(self) -> int:
         return len(self.rows) if self.bins is None else len(self.bins)
 
     def __getitem__(self, key: Key) -> list[Row]:
         epoch, index = key
-        documents = [max(index, 0)] if self.bins is None or index == PADDING else self.bins[index]
+        number = self.stand_in if index == PADDING else index
+        documents = [number] if self.bins is None or index == PADDING else self.bins[index]
         return [self._document(number, epoch, blank=index == PADDING) for number in documents]
 
     def _document(self, number: int, epoch: int, *, blank: bool) -> Row:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.data.sampler import EvalOrder, TrainOrder
 from ftcli.runtime.stop import ignore_signals_in_workers
 from ftcli.training.batches.dataloaders import Collate, Rows
+from ftcli.training.pass_sizes import order_of
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -81,6 +82,7 @@ def build_loaders(
                 bins=rows.bins if training else None,
                 excluded=excluded if training else frozenset(),
                 columns=rows.derived["train" if training else "eval"],
+                stand_in=data.stand_in if training else 0,
             ),
             batch_sampler=order,
             collate_fn=Collate(task, sources=training and len(rows.sources) > 0),
@@ -98,15 +100,5 @@ def build_loaders(
 
         assert hardware is not None
         return Loaders(build_stream(recipe, plan, task, rows.facts, hardware.ranks, excluded), evaluation, None)
-    assert plan.steps is not None and plan.steps_per_epoch is not None
-    train_order = TrainOrder(
-        rows.train_rows,
-        global_size=plan.global_size,
-        micro_size=plan.micro_size,
-        seed=recipe.seed,
-        first_step=first_step,
-        steps=plan.steps,
-        steps_per_epoch=plan.steps_per_epoch,
-        lengths=rows.lengths,
-    )
+    train_order = order_of(recipe, plan, rows, first_step=first_step, passes=data.passes)
     return Loaders(loader(rows.train, train_order, training=True), evaluation, train_order)

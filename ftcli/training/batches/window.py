@@ -81,9 +81,9 @@ def windows(run: Run) -> Iterator[AccumulationWindow]:
     """Yield the windows of the steps to come; each one's message to the other ranks is already under way."""
     batches, prefetcher = iter(run.train_loader), DevicePrefetcher(run.hardware.accelerator.device)
     lengths, rank = MessageLengths.of(run), run.hardware.ranks.rank
-    for _ in range(run.first_step, run.steps):
+    for step in range(run.first_step, run.steps):
         started = time.perf_counter()
-        window = list(itertools.islice(batches, run.plan.accumulation))
+        window = list(itertools.islice(batches, run.passes_of(step)))
         parts = [batch.pop("sample_ids").numpy() for batch in window]
         ids = np.concatenate(parts)
         items, *further = run.terms.count(run.task, window)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ftcli.config.plan import derive_plan
 from ftcli.runtime.errors import InputError
+from ftcli.training.batches.passes import RowSizes
 from ftcli.training.memory import (
     RESULT_FILE,
     _read_result,
@@ -71,6 +73,9 @@ def test_choose_micro_batch_size_without_a_gpu_is_the_stated_number(tmp_path: Pa
         assert size.batch.micro_size == 8 and "at most 8 rows, not measured" in message[0]
     assert choose_micro_batch_size(size, prepare, output=None, cpu=True, weights=None) == (size, [])
     assert derive_plan(auto, 2).micro_size == 6 and list(tmp_path.iterdir()) == []
+    one = np.ones(1, dtype=np.int64)
+    known = {"output": tmp_path, "cpu": True, "weights": None, "sizes": RowSizes(one, one, one)}
+    assert choose_micro_batch_size(auto, prepare, **known) == (auto, [])  # passes are formed by tokens
 
 
 def test_with_micro_size_takes_the_recomputation_of_the_trial() -> None:

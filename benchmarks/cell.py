@@ -5,10 +5,12 @@
 All peers of a cell train the same weights (random, one seed, written once) and the same packed rows in the same order,
 so their curves must agree. The line contains the differences from the reference: the newest line of the peer `bare` in
 the same cell and file (for classifiers: of `hf-trainer`, for pairs: of `trl-dpo`). In bf16_pure the reference is `bare`
-in bf16, with float32 weights, because an optimizer that loses updates in bfloat16 follows another curve. Peers:
+in bf16, with float32 weights, because an optimizer that loses updates in bfloat16 follows another curve. With
+`--median` rows are short and not packed; micro size and accumulation then belong to the peer, not to the cell. Peers:
 
     ftcli               the program with all checks, without the checkpoint and weights after the last step
     bare                a minimal Accelerate loop over packed rows
+    loop                the plainest loop as people write it: padded micro-batches, transformers' own loss
     trl, trl-default    TRL's SFTTrainer with its best settings, and with its defaults
     trl-dpo             TRL's DPOTrainer with its best settings (task preference)
     unsloth             Unsloth, one GPU; needs a PYTHONPATH with its packages
@@ -46,6 +48,7 @@ from cells.xformers_build import accept_other_build  # noqa: E402
 PEERS = {
     "ftcli": "ours",
     "bare": "bare",
+    "loop": "plain_loop",
     "trl": "trl_sft",
     "trl-default": "trl_sft",
     "trl-dpo": "trl_dpo",
@@ -196,6 +199,7 @@ def arguments(words: list[str] | None) -> tuple[dict[str, Any], Path, Path, Path
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "bf16_pure"))
     parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA adapter; 0: all weights are trained")
     parser.add_argument("--four-bit", action="store_true", help="frozen weights in 4 bits, under an adapter")
+    parser.add_argument("--median", type=int, default=0, help="tokens of a short row in the median; 0: packed rows")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")
     parser.add_argument("--learning-rate", type=float, default=Cell.learning_rate)

@@ -36,6 +36,7 @@ class Cell:
     cpu: bool = False
     traced: int = 0  # steps under the profiler, the last ones
     label: str = ""
+    median: int = 0  # tokens of a row in the median; above 0 rows are short and not packed, at most `length` long
 
     @property
     def global_size(self) -> int:
@@ -55,6 +56,9 @@ class Cell:
         """The fields that all lines of one cell share. Curves of lines with the same key must agree."""
         names = ("shape", "length", "micro_size", "task", "profile", "processes", "accumulation", "precision", "lora")
         fields = {name: value for name, value in asdict(self).items() if name in (*names, "learning_rate")}
+        if self.median:  # programs divide such rows differently, and the curve does not depend on it
+            fields = {name: value for name, value in fields.items() if name not in ("micro_size", "accumulation")}
+            fields |= {"median": self.median, "global_size": self.global_size}
         return fields | ({"four_bit": True} if self.four_bit else {})  # older lines do not have this field
 
 
@@ -71,6 +75,7 @@ class Inputs:
 def inputs_of(cell: Cell, work: Path) -> Inputs:
     """Return the paths of the inputs of a cell. The files may not exist yet."""
     rows = f"{cell.task}-{cell.length}-{cell.global_size}x{cell.steps}"
+    rows += f"-median{cell.median}" if cell.median else ""
     folder = work / cell.shape
     return Inputs(folder / "model", folder / f"{rows}.npz", folder / f"{rows}.yaml", folder / f"lora-{cell.lora}")
 

@@ -97,7 +97,7 @@ def write_recipe(cell: Cell, inputs: Inputs) -> None:
     data: dict[str, Any] = {"train": str(rows.resolve())}
     if cell.task != "image_classification":
         data["max_length"] = cell.length
-    if cell.task not in CLASSIFIERS:
+    if cell.task not in CLASSIFIERS and cell.median == 0:
         # Concatenated pairs are not padded either, and each step has as many pairs as in other programs.
         data["padding_free" if cell.task in PAIRS else "packing"] = True
     recipe: dict[str, Any] = {
@@ -129,12 +129,13 @@ def draw_documents(cell: Cell, vocabulary: int) -> list[NDArray[np.int64]]:
     random = np.random.default_rng(0)
     documents: list[NDArray[np.int64]] = []
     rows = cell.global_size * cell.steps
-    left = rows if cell.task in CLASSIFIERS else rows * cell.length * 1.03 + 4 * cell.length
+    by_row = cell.task in CLASSIFIERS or cell.median > 0
+    left = rows if by_row else rows * cell.length * 1.03 + 4 * cell.length
     while left > 0:
-        drawn = random.lognormal(math.log(MEDIANS[cell.task]), SIGMA)
+        drawn = random.lognormal(math.log(cell.median or MEDIANS[cell.task]), SIGMA)
         length = int(np.clip(drawn, min(16, cell.length // 2), cell.length - 1))  # without the end token
         documents.append(np.minimum(random.zipf(1.2, length) - 1 + SPECIAL, vocabulary - 1))
-        left -= 1 if cell.task in CLASSIFIERS else length + 1
+        left -= 1 if by_row else length + 1
     return documents
 
 

@@ -35,11 +35,14 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     if cell.lora:
         model = with_adapter(model, inputs.adapter)
     with tempfile.TemporaryDirectory() as folder:
-        config = SFTConfig(output_dir=folder, **(same_work(cell) | PACKED | options))
+        layout = PACKED | (
+            {"padding_free": kernel != "sdpa"} if cell.median else {}
+        )  # its padding-free needs flash-attn
+        config = SFTConfig(output_dir=folder, **(same_work(cell) | layout | options))
         trainer = watched(SFTTrainer, clock)(
             model=model,
             args=config,
-            train_dataset=as_dataset(PackedRows(inputs.rows, cell.global_size)),
+            train_dataset=as_dataset(PackedRows(inputs.rows, cell.global_size), packed=cell.median == 0),
             processing_class=AutoTokenizer.from_pretrained(inputs.model),
         )
         trainer.train()
@@ -66,15 +69,10 @@ def best(*, cpu: bool) -> dict[str, Any]:
     }
 
 
-def as_dataset(rows: PackedRows) -> Any:
-    """Return the packed rows in TRL's format: input_ids, labels, and the document lengths of each row."""
+def as_dataset(rows: PackedRows, *, packed: bool = True) -> Any:
+    """Return the rows in TRL's format: input_ids, labels, and where they are packed the document lengths of each."""
     from datasets import Dataset
 
-    packed = [rows.span(number, number + 1) for number in range(len(rows))]
-    return Dataset.from_dict(
-        {
-            "input_ids": [row.ids.tolist() for row in packed],
-            "labels": [row.labels.tolist() for row in packed],
-            "seq_lengths": [row.lengths.tolist() for row in packed],
-        }
-    )
+    every = [rows.span(number, number + 1) for number in range(len(rows))]
+    columns = {"input_ids": [row.ids.tolist() for row in every], "labels": [row.labels.tolist() for row in every]}
+    return Dataset.from_dict(columns | ({"seq_lengths": [row.lengths.tolist() for row in every]} if packed else {}))

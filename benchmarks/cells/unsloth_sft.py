@@ -44,6 +44,8 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     if cell.lora:
         model = with_unsloth_adapter(FastLanguageModel, model, cell, inputs, recomputed)
     work = same_work(cell) | PACKED | {"packing": True, "max_length": tokens, "dataloader_num_workers": 2}
+    if cell.median:
+        work |= {"packing": False, "padding_free": True}  # as Unsloth does by default
     work |= {"logging_steps": 10}  # as in TRL and ftcli; Unsloth's default waits for the device in every step
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
@@ -55,7 +57,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
         trainer = watched(SFTTrainer, clock)(
             model=model,
             args=config,
-            train_dataset=as_dataset(PackedRows(inputs.rows, cell.global_size)),
+            train_dataset=as_dataset(PackedRows(inputs.rows, cell.global_size), packed=cell.median == 0),
             processing_class=tokenizer,
         )
         keeps_documents = bool(getattr(trainer.data_collator, "_unsloth_packing_wrapped", False))

@@ -1,7 +1,8 @@
 """Write a first recipe for a task, a model and data, with every section, the most used keys and their meanings.
 
 The comments come from the declarations in recipe.py and from the task's options. The values are those below, changed by
-the task's `starting_recipe`. Model and data are not read. Light: never imports torch.
+the task's `starting_recipe`. The model is not read, and of the data only the size of rows, to propose packing. Light:
+never imports torch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from ftcli.runtime.resources import shipped_folder
 from ftcli.tasks.protocol import properties_of
 
 WIDTH = 100
+LINE_FILES = (".jsonl", ".txt", ".csv", ".tsv")  # one row on a line, more or less
+READ_BYTES = 2**20  # of the data, to see how long rows are
+BYTES_PER_TOKEN = 4  # of English text; other scripts have fewer
+SHORT = 0.5  # of data.max_length, below which packing is proposed
 EVALUATION_ROWS = 20  # of data.train, if there is no evaluation set; few, for small first files
 
 
@@ -65,7 +70,10 @@ def write_recipe(
     schema = Recipe.model_json_schema()
     schema["properties"]["task_options"] |= options  # the task declares this section
     schema["$defs"] |= options.get("$defs", {})
-    text = "\n".join([*_head(path, summary), *_lines(values, schema, schema)]) + "\n"
+    packs = getattr(module.Task, "packs", False)
+    proposal = propose_packing(values, data) if packs else []
+    values["data"] |= {"packing": False} if packs else {}
+    text = "\n".join([*_head(path, summary, proposal), *_lines(values, schema, schema)]) + "\n"
     if not path.parent.is_dir():
         raise InputError(f"the folder {path.parent} for {path.name} does not exist")
     try:
@@ -109,7 +117,33 @@ def _source(path: str, split: str) -> dict[str, str]:
     return {"path": path, "split": split} if on_hub else {"path": path}
 
 
-def _head(path: Path, summary: str) -> list[str]:
+def propose_packing(values: Mapping[str, Any], data: str) -> list[str]:
+    """Return a comment that proposes packing, if the rows of a local file are short beside `data.max_length`.
+
+    Args:
+        values: The values of the recipe.
+        data: Source of training rows.
+    """
+    length, path = values["data"].get("max_length", 0), local_path(data)
+    if path is None or not path.is_file() or path.suffix not in LINE_FILES or not length:
+        return []
+    with path.open("rb") as file:
+        lines = [len(line) for line in file.readlines(READ_BYTES)]
+    tokens = sum(lines) / BYTES_PER_TOKEN / max(len(lines), 1)
+    if not lines or tokens > SHORT * length:
+        return []
+    several, rows = length / max(tokens, 1), values["batch"]["global_size"]
+    text = (
+        f"Rows of {path.name} are short: about {tokens:.0f} tokens, {100 * tokens / length:.0f} % of max_length. On a "
+        f"GPU `packing: true` trains several times as many tokens per second. A row is then about {several:.0f} rows "
+        f"of the file, which do not see each other, and global_size counts these: {max(1, round(rows / several))} "
+        f"instead of {rows} keeps the batch, and learning rate and steps with it. `ftcli check` says it from the real "
+        "lengths, once `ftcli tokenize` has prepared the rows."
+    )
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ") + ["#"]
+
+
+def _head(path: Path, summary: str, proposal: list[str]) -> list[str]:
     """Return the comment at the start of the file."""
     file = shlex.quote(str(path))
     return [
@@ -120,6 +154,7 @@ def _head(path: Path, summary: str) -> list[str]:
         f"#     ftcli train {file}                    trains in one process",
         f"#     ftcli train {file} --profile ddp      trains on all GPUs; see `ftcli show profiles`",
         "#",
+        *proposal,
         "# These are the most used keys. `ftcli schema` prints all of them.",
         "",
     ]

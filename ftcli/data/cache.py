@@ -25,7 +25,7 @@ from ftcli.data.fingerprints import digest_rows, file_digest, fingerprint
 from ftcli.data.image_folders import folder_digest
 from ftcli.data.merge import merge_sources
 from ftcli.data.mixture import SourceRows, describe_source, read_sources, survey_sources
-from ftcli.data.packing import Bins, lengths_of, pack_rows, row_capacity
+from ftcli.data.packing import Bins, lengths_of, pack_rows, row_capacity, typical_lengths
 from ftcli.data.paths import local_path
 from ftcli.data.sources import check_source
 from ftcli.data.streaming.corpus import corpus_digest, stream_content
@@ -341,8 +341,9 @@ def _store_counts(recipe: Recipe, rows: PreparedRows, place: dict[str, str]) -> 
         )
         if rows.bins is not None:
             counts |= {"documents": len(rows.train), "tokens": int(lengths_of(rows.train).sum())}
+        lengths = typical_lengths(rows.train, streamed=rows.streamed)
         with suppress(OSError):  # rows of another user, whose folder this one may only read
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps({"rows": counts, **place}))
+            temporary.write_text(json.dumps({"rows": counts, "lengths": lengths, **place}))
             temporary.replace(path)

@@ -39,6 +39,24 @@ def cached_row_counts(recipe: Recipe) -> dict[str, int] | None:
         {"train": rows, "eval": rows}, with "documents" and "tokens" for packed training rows, and without "train" for
         a stream. None if the rows were not prepared on this machine, or if files that they name have changed since.
     """
+    record = _record(recipe)
+    return None if record is None else record["rows"]
+
+
+def cached_lengths(recipe: Recipe) -> list[int]:
+    """Return the tokens of some training rows that stand for all of them, before packing. Does not import torch.
+
+    Args:
+        recipe: The recipe.
+
+    Returns:
+        Ascending numbers. Empty if the rows were not prepared on this machine, or have no tokens.
+    """
+    return (_record(recipe) or {}).get("lengths", [])
+
+
+def _record(recipe: Recipe) -> dict[str, Any] | None:
+    """Return the stored record of a recipe's rows, unless files that they name have changed since."""
     record = read_object(counts_file(recipe))  # None also for a file that a power cut left empty
     if record is None:
         return None
@@ -46,7 +64,7 @@ def cached_row_counts(recipe: Recipe) -> dict[str, int] | None:
         folder = rows_folder(record["key"], names_files=True)
         if folder is None or folder.name != record["folder"]:
             return None
-    return record["rows"]
+    return record
 
 
 def data_settings(recipe: Recipe) -> dict[str, Any]:

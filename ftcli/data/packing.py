@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
+TYPICAL_ROWS = 64  # whose lengths are recorded beside the counts of rows, for `ftcli check`
 FOLDER = "bins-1"  # name of the folder beside the rows; increase the number when the algorithm changes
 
 
@@ -96,6 +97,20 @@ def lengths_of(rows: Dataset) -> NDArray[np.int64]:
 
     column = rows.select_columns("input_ids").with_format("arrow")[:]["input_ids"]
     return np.asarray(pc.list_value_length(column).to_numpy(), dtype=np.int64)
+
+
+def typical_lengths(rows: Dataset, *, streamed: bool) -> list[int]:
+    """Return the tokens of some rows that stand for all, ascending and evenly spaced among them; none without tokens.
+
+    Args:
+        rows: The prepared rows.
+        streamed: Whether they are only the first rows of a stream.
+    """
+    if streamed or "input_ids" not in rows.column_names or len(rows) == 0:
+        return []
+    places = ((np.arange(TYPICAL_ROWS) + 0.5) * len(rows) / TYPICAL_ROWS).astype(int)
+    lengths: list[int] = np.sort(lengths_of(rows))[places].tolist()
+    return lengths
 
 
 def longest_documents(rows: Dataset) -> NDArray[np.int64]:

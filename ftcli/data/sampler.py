@@ -100,12 +100,12 @@ class TrainOrder:
     def __len__(self) -> int:
         if self.divide is None:
             return (self.steps - self.first_step) * self.global_size // self.micro_size
-        return sum(len(self._lists(self.rows_of(step))) for step in range(self.first_step, self.steps))
+        return sum(len(self.lists_of(step)) for step in range(self.first_step, self.steps))
 
     def __iter__(self) -> Iterator[list[Key]]:
         for step in range(self.first_step, self.steps):
             epoch = step // self.steps_per_epoch
-            for rows in self._lists(self.rows_of(step)):
+            for rows in self.lists_of(step):
                 yield [(epoch, int(index)) for index in rows]
 
     def passes_of(self, step: int, processes: int) -> int:
@@ -115,7 +115,7 @@ class TrainOrder:
             step: Number of steps before it.
             processes: Number of processes.
         """
-        return len(self._lists(self.rows_of(step))) // processes
+        return len(self.lists_of(step)) // processes
 
     def rows_of(self, step: int) -> NDArray[np.int64]:
         """Return the row indices of the step after `step` steps, `[global_size]`, with padding at the end."""
@@ -135,8 +135,9 @@ class TrainOrder:
             self._epochs[epoch] = steps
         return self._epochs[epoch]
 
-    def _lists(self, rows: NDArray[np.int64]) -> list[list[int]]:
-        """Return the lists of a step."""
+    def lists_of(self, step: int) -> list[list[int]]:
+        """Return the row indices of each list of the step after `step` steps, in global order."""
+        rows = self.rows_of(step)
         if self.divide is not None:
             return self.divide(rows.tolist())
         return rows.reshape(-1, self.micro_size).tolist()

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ftcli.runtime.terminal import Style
 
 
+BY_TOKENS = "auto: passes by tokens, as many rows as memory allows"  # what `batch.micro_size: auto` means for texts
+
+
 @dataclass(frozen=True)
 class Report:
     """Result of `ftcli check`.
@@ -73,7 +76,11 @@ class Report:
             "recipe": self.recipe,
             "profile": self.profile,
             "processes": plan.processes,
-            "rows per step": plan.batch_layout,
+            "rows per step": (
+                f"{plan.global_size} in forward passes by tokens, counted once the rows are prepared"
+                if plan.passes is None and self.facts.get("micro size") == BY_TOKENS
+                else plan.batch_layout
+            ),
             "training rows": (
                 "read from a stream" if "stream" in self.facts else unknown if plan.rows is None else plan.rows
             ),
@@ -152,7 +159,9 @@ def check(
         stream, stream_notes = describe_stream(loaded, world)
         facts, notes = stream | facts, stream_notes + notes
     commits = {line.partition(" ")[0] + " at": line.partition(" ")[2] for line in resolved.lines()}
-    facts = describe_formats(loaded) | commits | facts | _memory_estimate(loaded, hardware, plan, cpu=cpu)
+    plan, memory, short = _expect_passes(loaded, hardware, plan, cpu=cpu)
+    facts = describe_formats(loaded) | commits | facts | memory
+    notes += short
     notes += [*_exactness_notes(loaded), *describe_dropped_rows(loaded, plan)]
     notes += [too_long] if too_long else []
     notes += _left_out_losses(loaded)
@@ -182,9 +191,11 @@ def _describe_sizes(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict
 
     facts: dict[str, Any] = {}
     notes: list[str] = []
-    if recipe.batch.micro_size == "auto":
-        facts["micro size"] = f"auto: measured on the GPUs when the run starts; at most {AUTO_SIZE} without a GPU"
     properties = properties_of(task_class(recipe.task))
+    if recipe.batch.micro_size == "auto":
+        facts["micro size"] = BY_TOKENS
+        if recipe.data.streaming or not (properties.needs_tokenizer and properties.reads_text):
+            facts["micro size"] = f"auto: measured on the GPUs when the run starts; at most {AUTO_SIZE} without a GPU"
     if properties.needs_tokenizer and properties.reads_text:
         facts["tokens per step"] = f"at most {recipe.batch.global_size * _most_tokens(recipe)}"
     if recipe.data.packing and counts is not None and "documents" in counts:
@@ -227,9 +238,15 @@ def _left_out_losses(recipe: Recipe) -> list[str]:
     return left_out_losses(model_settings(folder))
 
 
-def _memory_estimate(recipe: Recipe, profile: Profile | None, plan: Plan, *, cpu: bool) -> dict[str, str]:
-    """Return the memory estimate of a process, and the recomputation that fits the model into this machine's GPUs."""
+def _expect_passes(
+    recipe: Recipe, profile: Profile | None, plan: Plan, *, cpu: bool
+) -> tuple[Plan, dict[str, str], list[str]]:
+    """Return the plan with the forward passes of a step, the memory estimate of a process, and notes on short rows.
+
+    Passes are those of the rows' lengths, where the rows are prepared.
+    """
     from ftcli.config.profile import ShardCounts
+    from ftcli.data.cached_counts import cached_lengths
     from ftcli.data.paths import model_folder
     from ftcli.models.memory_estimate import choose_mode
     from ftcli.models.shape import measure_model
@@ -237,14 +254,20 @@ def _memory_estimate(recipe: Recipe, profile: Profile | None, plan: Plan, *, cpu
 
     folder = model_folder(recipe.model.name)
     if folder is None:
-        return {}
+        return plan, {}, []
     shares = ShardCounts() if profile is None else profile.shard_counts(plan.processes)
     tokens, capacity = _most_tokens(recipe), None if cpu else gpu_memory()
     has_hooks = profile is not None and profile.is_stage_3 and recipe.adapter.type != "none"  # inside layers
     compiled = bool(recipe.model.torch_compile) and not has_hooks  # if the recipe leaves it open, the run decides
-    how = {"fused": compiled, "compiled": compiled}
-    _, line = choose_mode(recipe, measure_model(folder, recipe), shares, plan, tokens=tokens, capacity=capacity, **how)
-    return {"memory": line.removeprefix("memory ")}
+    sizes, how = measure_model(folder, recipe), {"fused": compiled, "compiled": compiled}
+    lengths, largest = cached_lengths(recipe), None
+    notes: list[str] = []
+    if lengths and not recipe.data.packing:
+        from ftcli.training.short_rows import expect_passes
+
+        plan, largest, notes = expect_passes(recipe, sizes, shares, plan, lengths, capacity)
+    _, line = choose_mode(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, largest=largest, **how)
+    return plan, {"memory": line.removeprefix("memory ")}, notes
 
 
 def _exactness_notes(recipe: Recipe) -> list[str]:

@@ -36,7 +36,8 @@ from ftcli.models.shape import ModelSize, Shape
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.installed import is_installed
 from ftcli.training.batches.passes import PassRule
-from ftcli.training.pass_sizes import count_passes, largest_micro_batch
+from ftcli.training.pass_sizes import count_passes_of_run, largest_micro_batch
+from ftcli.training.short_rows import note_of_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,12 +60,14 @@ class Recomputation:
         memory_line: The line for the log that gives the memory estimate.
         passes: How rows are divided into forward passes by tokens; None: by number.
         counts: The number of passes; None without `passes`.
+        notes: Lines for the log about rows that are short.
     """
 
     mode: str
     memory_line: str
     passes: PassRule | None = None
     counts: PassCounts | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,9 @@ class Acceleration:
     kernel_lines: list[str]
 
     @property
-    def memory_line(self) -> str:
-        """The line for the log that gives the memory estimate."""
-        return self.recomputation.memory_line
+    def memory_lines(self) -> list[str]:
+        """Lines for the log: the memory estimate, and what packing would bring."""
+        return [self.recomputation.memory_line, *self.recomputation.notes]
 
     def applied_to(self, data: PreparedData) -> PreparedData:
         """Return the data of the run with the passes that its rows are divided into."""
@@ -189,6 +192,9 @@ def choose_recomputation(
         tokens = _longest_row(recipe, rows)
         mode, line = choose_mode(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, largest=largest, **how)
         choice = Recomputation(mode, line)
+        if data.sizes is not None:
+            by_number = PassRule(data.sizes, plan.processes, 0, is_flat)
+            choice = replace(choice, notes=tuple(note_of_run(recipe, plan, rows, by_number, sizes.shape, device_type)))
     enable_recomputation(model, choice.mode)
     if recipe.model.activation_offloading:
         offload_activations(model)
@@ -221,13 +227,13 @@ def _choose_passes(
         **pass_costs(device_type, shape),
         attention=0.0 if shape is None else shape.attention / shape.layer_products,
     )
-    counts = count_passes(recipe, plan, data.rows, rule)
+    counts = count_passes_of_run(recipe, plan, data.rows, rule)
     kernels = {"fused": how["fused"], "compiled": how["compiled"]}
     estimate = estimate_modes(recipe, sizes, shares, tokens=counts.tokens, **kernels)[budget.mode]
     batch = f"at most {counts.tokens} tokens in a forward pass" if shape else None
-    return Recomputation(
-        budget.mode, describe_estimate(estimate, capacity, batch, budget.mode, budget.reason), rule, counts
-    )
+    line = describe_estimate(estimate, capacity, batch, budget.mode, budget.reason)
+    notes = note_of_run(recipe, plan, data.rows, rule, shape, device_type)
+    return Recomputation(budget.mode, line, rule, counts, tuple(notes))
 
 
 def _sizes(model: nn.Module) -> ModelSize:

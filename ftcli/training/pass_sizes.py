@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 
 MOST_ROWS = 20_000_000  # rows of all epochs; above, every row of a micro-batch counts as the longest
+TYPICAL_STEPS = 128  # the first ones, which give the mean
 MOST_STEPS = 1024  # whose passes are counted: the first, and of a longer run as many with the most tokens
 
 
@@ -78,7 +81,7 @@ def _tokens(
     return tokens[: plan.steps * plan.global_size // size]
 
 
-def count_passes(recipe: Recipe, plan: Plan, rows: PreparedRows, rule: PassRule) -> PassCounts:
+def count_passes_of_run(recipe: Recipe, plan: Plan, rows: PreparedRows, rule: PassRule) -> PassCounts:
     """Count the forward passes of the steps of a run, and the tokens of the largest pass.
 
     Args:
@@ -88,15 +91,25 @@ def count_passes(recipe: Recipe, plan: Plan, rows: PreparedRows, rule: PassRule)
         rule: How rows are divided into passes.
     """
     assert plan.steps is not None
-    order, first = order_of(recipe, plan, rows), min(plan.steps, MOST_STEPS)
+    order, first = order_of(recipe, plan, rows, passes=rule), min(plan.steps, MOST_STEPS)
     counted = list(range(first))
     of_step = _tokens(recipe, plan, rows, rule.sizes, is_flat=rule.is_flat, size=plan.global_size)
     if of_step is not None and plan.steps > first:
         counted += np.argsort(-of_step, kind="stable")[:MOST_STEPS].tolist()
+    counts = count_passes((order.lists_of(step) for step in counted), rule)
+    typical = [len(order.lists_of(step)) // rule.processes for step in range(min(first, TYPICAL_STEPS))]
+    return replace(counts, mean=sum(typical) / len(typical))
+
+
+def count_passes(steps: Iterable[list[list[int]]], rule: PassRule) -> PassCounts:
+    """Count the passes of some steps, and the tokens of the largest one.
+
+    Args:
+        steps: The rows of each pass of a step, in global order.
+        rule: How rows are divided into passes.
+    """
     counts, most = [], 0
-    for step in counted:
-        lists = rule.divide(order.rows_of(step).tolist())
+    for lists in steps:
         counts.append(len(lists) // rule.processes)
-        tokens = [rule.sizes.of_batches(np.array([one]), is_flat=rule.is_flat)[0] for one in lists]
-        most = max(most, *map(int, tokens))
-    return PassCounts(min(counts), max(counts), sum(counts[:first]) / first, most)
+        most = max(most, *(int(rule.sizes.of_batches(np.array([one]), is_flat=rule.is_flat)[0]) for one in lists))
+    return PassCounts(min(counts), max(counts), sum(counts) / len(counts), most)

@@ -132,7 +132,7 @@ def prepare(
         compiled=acceleration.compiled,
     )
     run.log_lines += [*start.log_lines(), *acceleration.kernel_lines, *describe_run(run), *size_lines]
-    run.log_lines.append(acceleration.memory_line)
+    run.log_lines += acceleration.memory_lines
     torch.manual_seed(seed_of(config.seed, hardware.ranks.rank))
     check_disk(run)
     if derives_columns(run.task):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -137,3 +138,20 @@ def test_write_recipe_command_prints_the_file_and_loads_nothing_heavy(tmp_path: 
     )
     assert (result.stdout, result.stderr) == ("sft.yaml\n", "0\n")
     assert load_recipe(tmp_path / "sft.yaml").task == "sft"
+
+
+def test_write_recipe_with_short_rows_proposes_packing_and_what_it_means_for_the_batch(tmp_path: Path) -> None:
+    row = json.dumps({"prompt": "p" * 100, "completion": "c" * 267})  # 400 bytes with the end of the line
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 50)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "p" * 9000, "completion": "c"}) + "\n")
+
+    def text(task: str, data: str) -> str:
+        path = write_recipe(task, "m", str(tmp_path / data), output=tmp_path / f"{task}-{data}.yaml")
+        assert load_recipe(path).data.packing is False
+        return " ".join(path.read_text().replace("# ", "").split())
+
+    short = text("sft", "rows.jsonl")
+    assert "Rows of rows.jsonl are short: about 100 tokens, 10 % of max_length." in short
+    assert "global_size counts these: 2 instead of 16 keeps the batch" in short
+    for proposed in (text("sft", "long.jsonl"), text("text_classification", "rows.jsonl")):
+        assert "are short" not in proposed

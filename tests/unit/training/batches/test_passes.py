@@ -14,7 +14,7 @@ from ftcli.data.packing import Bins
 from ftcli.data.sampler import TrainOrder
 from ftcli.runtime.seeds import PADDING
 from ftcli.training.batches.passes import PassRule, RowSizes
-from ftcli.training.pass_sizes import count_passes, largest_micro_batch, order_of
+from ftcli.training.pass_sizes import count_passes_of_run, largest_micro_batch, order_of
 
 from ...models.test_memory_estimate import recipe
 
@@ -121,11 +121,11 @@ def test_largest_micro_batch_is_that_of_the_rows_that_come_together(is_flat: boo
     assert largest_micro_batch(values, plan, rows, None, is_flat=is_flat, size=4) is None
 
 
-def test_count_passes_gives_the_fewest_the_most_and_the_largest_pass() -> None:
+def test_count_passes_of_run_gives_the_fewest_the_most_and_the_largest_pass() -> None:
     values = recipe(train={"epochs": 1}, batch={"global_size": 4, "micro_size": "auto"})
     rows = prepared([10] * 11 + [95])
     rule = PassRule(sizes_of([10] * 11 + [95]), 1, budget=100, is_flat=True)
-    counts = count_passes(values, derive_plan(values, 1, 12), rows, rule)
+    counts = count_passes_of_run(values, derive_plan(values, 1, 12), rows, rule)
     assert (counts.fewest, counts.most, counts.tokens) == (1, 2, 95) and counts.mean == pytest.approx(4 / 3)
     assert str(counts) == "1 to 2 forward passes (1.3 on average)"
     packed = PreparedRows(rows.train, None, {}, bins=Bins(np.arange(12), np.array([0, 5, 12])))

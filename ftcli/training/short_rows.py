@@ -1,0 +1,128 @@
+"""Say what packing would bring to a run whose rows are short, from the lengths of its rows.
+
+`ftcli check` and the log of a run use it. The module never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ftcli.config.plan import Plan, pluralise
+from ftcli.config.task_registry import task_class
+from ftcli.models.pass_budget import choose_budget, pass_costs
+from ftcli.training.batches.passes import PassRule, RowSizes
+from ftcli.training.pass_sizes import count_passes, order_of
+
+if TYPE_CHECKING:
+    from ftcli.config.profile import ShardCounts
+    from ftcli.config.recipe import Recipe
+    from ftcli.data.cache import PreparedRows
+    from ftcli.models.shape import ModelSize, Shape
+
+
+WORTH_NAMING = 1.3  # times as many tokens a second
+SHORT = 0.5  # of data.max_length, below which packing puts several rows into one
+STEPS = 32  # that stand for a run
+
+
+def packing_note(
+    recipe: Recipe, tokens: float, passes: Iterable[list[list[int]]], rule: PassRule, shape: Shape | None, device: str
+) -> list[str]:
+    """Return at most one line: what `data.packing` would bring. None if rows are packed, long, or no documents.
+
+    Args:
+        recipe: The recipe.
+        tokens: Tokens of a row on average.
+        passes: The rows of each pass of some steps, in global order.
+        rule: The sizes of the rows, the processes, and whether rows are padded.
+        shape: The sizes of the model; None if it is not a known transformer.
+        device: Type of the device, such as "cuda".
+    """
+    length, rows = recipe.data.max_length, recipe.batch.global_size
+    can_pack = getattr(task_class(recipe.task), "packs", False) and not (recipe.data.packing or recipe.data.streaming)
+    fill = tokens / length
+    if not can_pack or fill > SHORT:
+        return []
+    gain = _time_of(passes, rule, **pass_costs(device, shape))
+    if gain < WORTH_NAMING:
+        return []
+    several = length / tokens
+    return [
+        f"rows fill {100 * fill:.0f} % of data.max_length {length}: data.packing true would train about {gain:.1f} "
+        f"times as many tokens per second. A row is then about {several:.0f} of today's, none of which sees another, "
+        f"so the {pluralise(rows, 'row')} of a step become {max(1, round(rows / several))} for the same curve"
+    ]
+
+
+def _time_of(passes: Iterable[list[list[int]]], rule: PassRule, *, enough: int, overhead: int) -> float:
+    """Return the time of some steps over that of their tokens in full passes without padding."""
+    spent = real = 0.0
+    for lists in passes:
+        for first in range(0, len(lists), rule.processes):
+            turn = [np.array([one]) for one in lists[first : first + rule.processes]]
+            held = max(int(rule.sizes.of_batches(one, is_flat=rule.is_flat)[0]) for one in turn)
+            spent += (max(held, enough) + overhead) * rule.processes
+            real += sum(int(rule.sizes.of_batches(one, is_flat=True)[0]) for one in turn)
+    return spent / max(real, 1)
+
+
+def note_of_run(
+    recipe: Recipe, plan: Plan, rows: PreparedRows, rule: PassRule, shape: Shape | None, device: str
+) -> list[str]:
+    """Return the line of `packing_note` for the rows of a run. `rule.budget` 0: rows are divided by number."""
+    if plan.steps is None or rows.streamed:
+        return []
+    order = order_of(recipe, plan, rows, passes=rule if rule.budget else None)
+    steps = (order.lists_of(step) for step in range(min(STEPS, plan.steps)))
+    return packing_note(recipe, float(rule.sizes.tokens.mean()), steps, rule, shape, device)
+
+
+def expect_passes(
+    recipe: Recipe, sizes: ModelSize, shares: ShardCounts, plan: Plan, lengths: list[int], capacity: int | None
+) -> tuple[Plan, int, list[str]]:
+    """Return the plan with the passes that a run will make, from typical lengths of its rows, without the rows.
+
+    Args:
+        recipe: The recipe.
+        sizes: The size of the model.
+        shares: Over how many processes the profile shards weights, gradients and optimizer state.
+        plan: The plan.
+        lengths: Tokens of some rows that stand for all.
+        capacity: Memory of a GPU in bytes; None without one.
+
+    Returns:
+        The plan, with passes under `batch.micro_size: auto`; the tokens of its largest pass; and the line of
+        `packing_note`.
+    """
+    draw = np.random.default_rng(0)
+    tokens = draw.choice(np.array(lengths), STEPS * plan.global_size)
+    device = "cpu" if capacity is None else "cuda"
+    is_flat = _is_flat(recipe, device)
+    rows = RowSizes(tokens, tokens, np.ones_like(tokens))
+    steps = np.arange(len(tokens)).reshape(STEPS, -1)
+    of_step = int(rows.of_batches(steps, is_flat=is_flat).max())
+    rule = PassRule(rows, plan.processes, 0, is_flat, **pass_costs(device, sizes.shape))
+    by_number = [one.reshape(-1, plan.micro_size).tolist() for one in steps]
+    if recipe.batch.micro_size != "auto":
+        largest = max(int(rows.of_batches(np.array(one), is_flat=is_flat).max()) for one in by_number)
+        return plan, largest, packing_note(recipe, float(tokens.mean()), by_number, rule, sizes.shape, device)
+    share = -(-of_step // plan.processes)
+    budget = choose_budget(recipe, sizes, shares, longest=lengths[-1], of_step=share, capacity=capacity)
+    rule = replace(rule, budget=budget.tokens)
+    divided = [rule.divide(one.tolist()) for one in steps]
+    counts = count_passes(divided, rule)
+    note = packing_note(recipe, float(tokens.mean()), divided, rule, sizes.shape, device)
+    return replace(plan, passes=counts), counts.tokens, note
+
+
+def _is_flat(recipe: Recipe, device: str) -> bool:
+    """Return whether the rows of a recipe are probably concatenated: as set, or by default if a kernel supports it."""
+    data: Any = recipe.data
+    if data.packing or data.padding_free is not None:
+        return bool(data.packing or data.padding_free)
+    packs = getattr(task_class(recipe.task), "packs", False)
+    return device == "cuda" and packs and recipe.precision != "fp32"

@@ -118,7 +118,7 @@ def launch(
         | dict(rank_environment or {})
     )
     if num_processes == 1 and not cpu:
-        environment |= _allocator_variables()
+        environment |= allocator_variables()
     if cpu:  # DeepSpeed would use visible GPUs
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     port = ["--main_process_port", "0"] if machines.count == 1 and machines.main_port is None else []
@@ -139,7 +139,7 @@ def _torchrun_variables() -> dict[str, str]:
     return {"PET_SIGNALS_TO_HANDLE": END_SIGNAL.name}
 
 
-def _allocator_variables() -> dict[str, str]:
+def allocator_variables() -> dict[str, str]:
     """Return variables that let PyTorch's allocator grow its blocks of GPU memory, which leaves fewer gaps.
 
     A setting of the user is kept. The driver of Windows Subsystem for Linux does not support it.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.trust import FLAG, with_consent
-from ftcli.launch.accelerate_command import check_launch_arguments, launch
+from ftcli.launch.accelerate_command import allocator_variables, check_launch_arguments, launch
 from ftcli.launch.bare_launch import check_processes
 from ftcli.launch.hub_pushes import pushing
 from ftcli.launch.machines import Machines, machine_problems
@@ -173,6 +173,8 @@ def _train_here(
 
     if not is_launched():
         check_without_profile(num_processes, num_machines, launch_arguments)
+        if not options.cpu:  # read when the first tensor is allocated on a GPU
+            os.environ |= allocator_variables()
         derive_plan(recipe, 1)
         check_inputs(recipe, cpu=options.cpu)
     keywords = {name: value for name, value in vars(options).items() if name != "trust_remote_code"}  # in the recipe

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.compatibility import check_pair
 from ftcli.config.plan import Plan, derive_batches, derive_plan
 from ftcli.models.architectures import architecture_of
-from ftcli.models.kernels.compile import LEAST_SAVED, SAVED
+from ftcli.models.kernels.compile import LEAST_SAVED, seconds_saved
 from ftcli.models.memory_estimate import (
     USABLE_FRACTION,
     MemoryEstimate,
@@ -16,6 +17,7 @@ from ftcli.models.memory_estimate import (
     has_fresh_gradients,
     modes_to_try,
 )
+from ftcli.models.pass_budget import FULL_TOKENS, enough_tokens
 from ftcli.models.step_time import StepTime, estimate_step
 from ftcli.models.step_work import Kernels, Rows
 from ftcli.runtime.errors import InputError
@@ -229,8 +231,10 @@ def _compiles(profile: Profile, target: Target, plan: Plan, mode: str) -> bool:
         return False
     if plan.steps is None:
         return True
-    tokens = target.lengths.tokens * plan.global_size * plan.steps / plan.processes
-    return SAVED * tokens * shape.layers * (shape.hidden + shape.inner) >= LEAST_SAVED
+    tokens = target.lengths.tokens * plan.global_size / plan.processes
+    passes = plan.accumulation if recipe.batch.micro_size != "auto" else math.ceil(tokens / FULL_TOKENS)
+    saved = seconds_saved(shape, tokens * plan.steps, passes * plan.steps, enough=enough_tokens(shape))
+    return sum(saved) >= LEAST_SAVED
 
 
 def _has_liger(target: Target, compiled: bool) -> bool:

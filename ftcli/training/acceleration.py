@@ -5,6 +5,7 @@ None of them may change the loss curve beyond rounding. `accelerate_model` fixes
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -22,16 +23,16 @@ from ftcli.models.kernels.compile import (
     COMPILERS,
     HOOKS,
     LEAST_SAVED,
-    SAVED,
     compile_layers,
     compile_problem,
     fall_back,
+    seconds_saved,
 )
 from ftcli.models.kernels.float8 import multiply_in_float8
 from ftcli.models.kernels.liger import liger_problem, use_liger
 from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
 from ftcli.models.memory_estimate import choose_mode, describe_estimate, estimate_modes
-from ftcli.models.pass_budget import choose_budget, pass_costs
+from ftcli.models.pass_budget import FULL_TOKENS, choose_budget, enough_tokens, pass_costs
 from ftcli.models.shape import ModelSize, Shape
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.installed import is_installed
@@ -329,7 +330,12 @@ def _reason_not_to_compile(
     if (unusable := compile_problem()) is not None:
         return unusable
     of_row = recipe.data.max_length if rows.streamed else int(lengths_of(rows.train).sum()) / max(plan.rows or 1, 1)
-    tokens = of_row * plan.global_size * (plan.steps or 0) / plan.processes
-    if (saved := SAVED * tokens * shape.layers * (shape.hidden + shape.inner)) < LEAST_SAVED:
-        return f"this run is too short for compilation to pay off: it would save {saved:.0f} s"
+    steps, tokens = plan.steps or 0, of_row * plan.global_size / plan.processes
+    passes = plan.accumulation if recipe.batch.micro_size != "auto" else math.ceil(tokens / FULL_TOKENS)
+    device, host = seconds_saved(shape, tokens * steps, passes * steps, enough=enough_tokens(shape))
+    if device + host < LEAST_SAVED:
+        return (
+            f"this run is too short for compilation to pay off: {tokens / passes:.0f} tokens a pass would save about "
+            f"{device:.0f} s of the device and {host:.0f} s of the host"
+        )
     return None

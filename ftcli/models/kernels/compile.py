@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ftcli.config.recipe import Recipe
+    from ftcli.models.shape import Shape
 
 
 COMPILERS = ("c++", "g++", "clang++")  # torch.compile generates C++ for CPUs, and C to launch its GPU kernels
@@ -30,6 +31,10 @@ COMPILERS = ("c++", "g++", "clang++")  # torch.compile generates C++ for CPUs, a
 # Seconds that compiled layers save in a step, for each feature (H + I) of each layer and token: measured on an H200 for
 # a Llama-3.2-1B shape in bf16 (benchmarks/tables.md). GPUs with slower memory save more.
 SAVED = 2.3e-11
+# Seconds of Python that compiled layers save for each layer and forward pass, with its backward pass. They count as far
+# as the device waits for them. Measured on an H100 with a Qwen3-0.6B shape and passes of 2,000 tokens (1.7 times as
+# fast: 3.6 ms), rounded down for faster hosts.
+HOST_SAVED = 2e-3
 HOOKS = "this profile gathers weights by hooks inside layers"
 BUDGET = 0.9  # fraction of the activations that a graph would keep for the backward pass
 LEAST_SAVED = 60.0  # seconds of a run that justify compiling, which takes up to a minute
@@ -87,6 +92,19 @@ CHECKPOINTS = declare(
     also=checkpointing_problem,
     measurement="../explanation/kernels.md",
 )
+
+
+def seconds_saved(shape: Shape, tokens: float, passes: float, *, enough: int) -> tuple[float, float]:
+    """Return the seconds that compiled layers save in a run of one process: of the device, and of the host.
+
+    Args:
+        shape: The sizes of the model.
+        tokens: Tokens of all forward passes.
+        passes: Number of forward passes.
+        enough: Tokens of a pass from which on the device does not wait for the host.
+    """
+    waits = max(0.0, 1 - tokens / max(passes, 1) / enough)
+    return SAVED * tokens * shape.layers * (shape.hidden + shape.inner), HOST_SAVED * passes * shape.layers * waits
 
 
 def compile_problem() -> str | None:

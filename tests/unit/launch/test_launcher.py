@@ -354,12 +354,12 @@ def test_accelerate_starts_every_profile_without_a_gpu(
 def test_allocator_variables_keep_the_settings_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    assert accelerate_command._allocator_variables() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert accelerate_command.allocator_variables() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setattr("platform.release", lambda: "6.6.87.2-microsoft-standard-WSL2")
-    assert accelerate_command._allocator_variables() == {}
+    assert accelerate_command.allocator_variables() == {}
     monkeypatch.undo()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
-    assert accelerate_command._allocator_variables() == {}
+    assert accelerate_command.allocator_variables() == {}
 
 
 def test_rank_error_files_are_in_the_run_folder_unless_the_user_sets_a_place(
@@ -372,3 +372,15 @@ def test_rank_error_files_are_in_the_run_folder_unless_the_user_sets_a_place(
     assert int(expected["TORCH_FR_BUFFER_SIZE"]) > 0 and expected["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "/elsewhere/rank-")
     assert "TORCH_FR_DUMP_TEMP_FILE" not in accelerate_command._flight_recorder_variables(RunFolder(tmp_path))
+
+
+def test_train_without_a_profile_sets_the_allocator_of_gpus_in_this_process(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "restored at the end")
+        monkeypatch.delenv(name)
+    for is_cpu, expected in ((True, None), (False, "expandable_segments:True")):
+        with pytest.raises(InputError, match="no data at"):
+            launcher.train(recipe, cpu=is_cpu, overrides=["data.train=no-such-rows.jsonl"])
+        assert os.environ.get("PYTORCH_ALLOC_CONF") == expected

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Measure the speed of ftcli, a bare Accelerate loop and TRL on the same weights and rows, on one, two or four GPUs.
 # Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md describes the results)
-# Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers.
+# Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers, short.
 # Groups that need more GPUs are left out.
 # WORK contains weights (1B 2.5 GB, 8B 16 GB); memory (/dev/shm/...) is faster than most disks. RESULTS receives
 # facts.jsonl, log-*.txt, and the profiles where-*.txt. EXTRAS names folders (A:B) with packages for some of the lines
 # (liger-kernel, flash-attn-4, trl, torchtitan); without it these lines are left out. LADDER: further settings for the
 # ladder, as KEY=VALUE words. QUICK=1: ten steps. Layers of ftcli's language models are compiled, as in long runs.
 # ONLY: a regular expression that must match the full name of a cell, so that several calls can divide the cells.
-# To try it without GPUs: benchmarks/gpu_speed.sh WORK RESULTS 900 cpu
+# To try it without GPUs: benchmarks/gpu_speed.sh WORK RESULTS 900 cpu   (or short_tiny)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -185,6 +185,35 @@ ladder() { # each technique alone, compared with 1b_masters_ftcli and 1b_masters
         --set model.use_liger_kernel=true
     more 1b_ladder_sdpa_compiled 100 "${at[@]}" "${rung[@]}" --set model.torch_compile=true \
         --set model.attn_implementation=sdpa
+}
+
+short() { # short rows that are not packed: the run that most people start
+    local at auto=(--peer ftcli --set batch.micro_size=auto)
+    at=(--shape qwen3-0.6b --length 4096 --median 250 --task sft --precision bf16)
+    cell short_06b_loop_8x2 60 "${at[@]}" --micro-size 8 --accumulation 2 --peer loop
+    cell short_06b_loop_16x1 60 "${at[@]}" --micro-size 16 --peer loop
+    cell short_06b_ftcli 60 "${at[@]}" --micro-size 16 "${auto[@]}" --label "as init writes it" --set log.every_steps=1
+    cell short_06b_ftcli_compiled 90 "${at[@]}" --micro-size 16 "${auto[@]}" --label compiled --set model.torch_compile=true
+    cell short_06b_ftcli_8x2 60 "${at[@]}" --micro-size 8 --accumulation 2 --peer ftcli --label "8 x 2"
+    at=(--shape llama-3.1-8b --length 4096 --median 330 --task sft --precision bf16 --lora 16 --learning-rate 1e-4)
+    cell short_8b_lora_ftcli 100 "${at[@]}" --micro-size 8 "${auto[@]}" --label "as init writes it" --set log.every_steps=1
+    cell short_8b_lora_loop_4x2 100 "${at[@]}" --micro-size 4 --accumulation 2 --peer loop
+    cell short_8b_lora_ftcli_compiled 120 "${at[@]}" --micro-size 8 "${auto[@]}" --label compiled \
+        --set model.torch_compile=true
+    more short_8b_lora_trl 120 "${at[@]}" --micro-size 8 --peer trl
+    more short_8b_lora_unsloth 120 "${at[@]}" --micro-size 8 --peer unsloth
+    more short_06b_trl 90 --shape qwen3-0.6b --length 4096 --median 250 --task sft --precision bf16 --micro-size 16 --peer trl
+    cell short_06b_packed 90 --shape qwen3-0.6b --length 4096 --micro-size 8 --task sft --precision bf16 "${plain[@]}"
+}
+
+short_tiny() { # the same on a CPU with a tiny model, to try the commands
+    local at=(--shape tiny --length 128 --median 30 --cpu --steps 6 --warm 2 --precision fp32 --task sft) lora
+    for lora in 0 4; do
+        cell short_tiny_loop_$lora 60 "${at[@]}" --lora $lora --micro-size 4 --accumulation 2 --peer loop
+        cell short_tiny_bare_$lora 60 "${at[@]}" --lora $lora --micro-size 8 --peer bare
+        cell short_tiny_ftcli_$lora 60 "${at[@]}" --lora $lora --micro-size 8 --peer ftcli --set batch.micro_size=auto
+        more short_tiny_trl_$lora 60 "${at[@]}" --lora $lora --micro-size 8 --peer trl
+    done
 }
 
 cpu() {

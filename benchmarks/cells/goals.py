@@ -48,7 +48,15 @@ DPO, SORTED = ("trl-dpo", ""), {"settings": ["sort=1"]}
 PAIRS = {"task": "preference", "profile": "single"}  # the trainer has the pairs of a step sorted by length
 LARGE_PURE = LARGE | PURE | {"length": 4096, "lora": 0}
 
+AS_WRITTEN, LOOP = ("ftcli", "as init writes it"), ("loop", "")
+SHORT = {"shape": "qwen3-0.6b", "length": 4096, "median": 250, "task": "sft", "lora": 0} | MASTERS
+SHORT_LORA = {"shape": "llama-3.1-8b", "length": 4096, "median": 330, "task": "sft", "lora": 16} | MASTERS
+
 GOALS = [
+    Goal("0.6B short rows, of the plainest loop, 8 x 2", SHORT, AS_WRITTEN, LOOP, 2.0, {"accumulation": 2}),
+    Goal("0.6B short rows, of the plainest loop, 16 x 1", SHORT, AS_WRITTEN, LOOP, 1.3, {"accumulation": 1}),
+    Goal("8B LoRA short rows, of TRL at its best", SHORT_LORA, AS_WRITTEN, TRL, 1.5),
+    Goal("8B LoRA short rows, of Unsloth", SHORT_LORA, AS_WRITTEN, ("unsloth", ""), 1.5),
     Goal("1B bf16_pure, no extra package, of TRL's defaults", SMALL | PURE, PLAIN, ("trl-default", ""), 4.0),
     Goal("1B bf16_pure, no extra package, of the bare loop with Liger", SMALL | PURE, PLAIN, BARE, 1.0),
     Goal("1B bf16_pure, of TRL at its best", SMALL | PURE, EXTRAS, TRL, 1.15),

@@ -34,6 +34,8 @@ def packing_note(
 ) -> list[str]:
     """Return at most one line: what `data.packing` would bring. None if rows are packed, long, or no documents.
 
+    None without a GPU: a CPU does not wait for Python, and passes of rows of similar lengths have little padding.
+
     Args:
         recipe: The recipe.
         tokens: Tokens of a row on average.
@@ -45,7 +47,7 @@ def packing_note(
     length, rows = recipe.data.max_length, recipe.batch.global_size
     can_pack = getattr(task_class(recipe.task), "packs", False) and not (recipe.data.packing or recipe.data.streaming)
     fill = tokens / length
-    if not can_pack or fill > SHORT:
+    if not can_pack or fill > SHORT or device == "cpu":
         return []
     gain = _time_of(passes, rule, **pass_costs(device, shape))
     if gain < WORTH_NAMING:

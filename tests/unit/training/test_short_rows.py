@@ -38,6 +38,7 @@ def test_expect_passes_of_longer_rows_makes_several_passes_of_a_step_with_long_o
 def test_expect_passes_of_packed_or_long_rows_has_no_note() -> None:
     assert expected([3000] * 64)[2] == []
     assert expected([20] * 64, data={"packing": True})[2] == []
+    assert expected([20] * 64, capacity=None)[2] == []
     assert expected([900] * 64)[2] == []  # two thirds of a second pass are full already
 
 

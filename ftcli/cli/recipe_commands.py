@@ -183,7 +183,7 @@ def parity(
         typer.Option(
             "--micro-sizes",
             metavar="M,M,...",
-            help="Each profile runs with each of them. Default: the recipe's, and a smaller one on the first profile.",
+            help="Numbers or auto. Each profile runs with each. Default: the recipe's, and a smaller one on the first.",
         ),
     ] = None,
     steps: Annotated[
@@ -204,7 +204,7 @@ def parity(
         recipe,
         profiles.split(","),
         num_processes=_numbers(num_processes),
-        micro_sizes=_numbers(micro_sizes),
+        micro_sizes=[one for word in (micro_sizes or "").split(",") if word for one in _sizes(word)],
         steps=steps,
         cpu=cpu,
         overrides=with_trust(set_, trust_remote_code),
@@ -259,6 +259,11 @@ def quickstart() -> None:
 
     folder = module.quickstart()
     raise typer.Exit(folder.status().get("exit_code", EXIT_DONE))
+
+
+def _sizes(word: str) -> list[int | str]:
+    """Return one micro size: auto, or a positive whole number."""
+    return ["auto"] if word.strip() == "auto" else [*_numbers(word)]
 
 
 def _numbers(text: str | None) -> list[int]:

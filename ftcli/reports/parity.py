@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config.plan import derive_batches, derive_plan, micro_size_limit
+from ftcli.config.plan import derive_batches, derive_plan
 from ftcli.launch.preflight import check_inputs
 from ftcli.launch.processes import check_devices, count_processes
 from ftcli.launch.supervisor import LaunchError
@@ -40,12 +40,13 @@ class Combination:
         profile: The profile.
         processes: Number of processes.
         micro_size: `batch.micro_size` of the run.
-        rows: Rows in one forward pass, the largest divisor that is not above `micro_size`.
+        rows: Rows in one forward pass, the largest divisor that is not above `micro_size`; of a run under auto, where
+            tokens decide, as many as without tokens.
     """
 
     profile: Profile
     processes: int
-    micro_size: int
+    micro_size: int | str
     rows: int
 
     @property
@@ -136,7 +137,7 @@ def compare_profiles(
     profiles: Sequence[str | Path],
     *,
     num_processes: Sequence[int] = (),
-    micro_sizes: Sequence[int] = (),
+    micro_sizes: Sequence[int | str] = (),
     steps: int | None = None,
     cpu: bool = False,
     overrides: Sequence[str] = (),
@@ -150,8 +151,8 @@ def compare_profiles(
         recipe: A recipe file, or the name of a shipped recipe.
         profiles: Names or paths of Accelerate configs. The first is the reference.
         num_processes: Numbers of processes. Each distributed profile runs with each of them. Empty: all visible GPUs.
-        micro_sizes: Values of `batch.micro_size`. Each profile runs with each of them. Empty: the recipe's value, and a
-            smaller one on the first profile, which shows a loss that is a mean instead of a sum.
+        micro_sizes: Values of `batch.micro_size`, numbers or "auto". Each profile runs with each of them. Empty: the
+            recipe's value, and a smaller one on the first profile, which shows a loss that is a mean instead of a sum.
         steps: Length of each run. None: the recipe's.
         cpu: Train on the CPU, even on a machine with GPUs.
         overrides: Changes of the recipe such as "train.max_steps=10", applied in order.
@@ -199,7 +200,7 @@ def combinations(
     recipe: Recipe,
     profiles: Sequence[str | Path],
     num_processes: Sequence[int],
-    micro_sizes: Sequence[int],
+    micro_sizes: Sequence[int | str],
     *,
     cpu: bool,
 ) -> list[Combination]:
@@ -219,7 +220,7 @@ def combinations(
         counts = () if profile.distributed_type == "NO" else num_processes
         for world in [count_processes(profile, count, cpu=cpu) for count in counts or (None,)]:
             problems += check_devices(profile, world, cpu=cpu)
-            for size in micro_sizes or (micro_size_limit(recipe),):
+            for size in micro_sizes or (recipe.batch.micro_size,):
                 batch = recipe.batch.model_copy(update={"micro_size": size})
                 plan = derive_plan(recipe.model_copy(update={"batch": batch}), world)
                 planned.append(Combination(profile, world, size, plan.micro_size))

@@ -166,7 +166,7 @@ def a_recipe(tmp_path: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate(values | changes)
 
 
-def labels(tmp_path: Path, profiles: list[str], processes: list[int], sizes: list[int]) -> list[str]:
+def labels(tmp_path: Path, profiles: list[str], processes: list[int], sizes: list[Any]) -> list[str]:
     planned = parity.combinations(a_recipe(tmp_path), profiles, processes, sizes, cpu=True)
     return [combination.label for combination in planned]
 
@@ -187,6 +187,15 @@ def test_parity_every_profile_runs_at_every_micro_size(tmp_path: Path) -> None:
         "single x1, micro 1",
         "ddp x3, micro 4",
         "ddp x3, micro 1",
+    ]
+
+
+def test_parity_with_auto_among_the_micro_sizes_runs_each_profile_with_passes_by_tokens(tmp_path: Path) -> None:
+    assert labels(tmp_path, ["single", "ddp"], [2], ["auto", 4]) == [
+        "single x1, micro auto",
+        "single x1, micro 4",
+        "ddp x2, micro auto",
+        "ddp x2, micro 4",
     ]
 
 

@@ -20,6 +20,7 @@ from ftcli.config.task_registry import find_task
 from ftcli.config.validation import branches, describe_value, validate
 from ftcli.config.yaml_document import dump_document
 from ftcli.data.paths import local_path
+from ftcli.models.pass_budget import SHORT_ROW
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.resources import shipped_folder
 from ftcli.tasks.protocol import properties_of
@@ -28,7 +29,6 @@ WIDTH = 100
 LINE_FILES = (".jsonl", ".txt", ".csv", ".tsv")  # one row on a line, more or less
 READ_BYTES = 2**20  # of the data, to see how long rows are
 BYTES_PER_TOKEN = 4  # of English text; other scripts have fewer
-SHORT = 0.5  # of data.max_length, below which packing is proposed
 EVALUATION_ROWS = 20  # of data.train, if there is no evaluation set; few, for small first files
 
 
@@ -130,7 +130,7 @@ def propose_packing(values: Mapping[str, Any], data: str) -> list[str]:
     with path.open("rb") as file:
         lines = [len(line) for line in file.readlines(READ_BYTES)]
     tokens = sum(lines) / BYTES_PER_TOKEN / max(len(lines), 1)
-    if not lines or tokens > SHORT * length:
+    if not lines or tokens > SHORT_ROW * length:
         return []
     several, rows = length / max(tokens, 1), values["batch"]["global_size"]
     text = (

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # of each pass, measured with SmolLM2-135M and LoRA on one core as that of 22 tokens.
 TOKENS_TIMES_WEIGHTS = {"cuda": 2.7e11, "cpu": 8e7}
 LEAST_ENOUGH, MOST_ENOUGH = 1024, 32_768  # tokens of a pass on a GPU
+SHORT_ROW = 0.5  # of data.max_length, below which packing puts several rows into one and is proposed
 FULL_TOKENS = 8192  # of a pass on a GPU; larger passes hardly train more tokens per second
 CPU_TOKENS = 2048  # of a pass without a GPU, where the memory is shared with everything else
 # Up to FULL_TOKENS a pass may use all usable memory. Larger ones leave room for errors of the estimate.

@@ -13,7 +13,7 @@ import numpy as np
 
 from ftcli.config.plan import Plan, pluralise
 from ftcli.config.task_registry import task_class
-from ftcli.models.pass_budget import choose_budget, pass_costs
+from ftcli.models.pass_budget import SHORT_ROW, choose_budget, pass_costs
 from ftcli.training.batches.passes import PassRule, RowSizes
 from ftcli.training.pass_sizes import count_passes, order_of
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 WORTH_NAMING = 1.3  # times as many tokens a second
-SHORT = 0.5  # of data.max_length, below which packing puts several rows into one
 STEPS = 32  # that stand for a run
 
 
@@ -47,7 +46,7 @@ def packing_note(
     length, rows = recipe.data.max_length, recipe.batch.global_size
     can_pack = getattr(task_class(recipe.task), "packs", False) and not (recipe.data.packing or recipe.data.streaming)
     fill = tokens / length
-    if not can_pack or fill > SHORT or device == "cpu":
+    if not can_pack or fill > SHORT_ROW or device == "cpu":
         return []
     gain = _time_of(passes, rule, **pass_costs(device, shape))
     if gain < WORTH_NAMING:

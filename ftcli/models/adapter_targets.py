@@ -35,10 +35,12 @@ class Names:
     Attributes:
         modules: Name of the class of each module, by the module's name.
         parameters: Names of the matrices that belong to no linear layer, convolution or embedding: those of experts.
+        routers: Names of the linear layers that peft cannot adapt, see `routers_of`.
     """
 
     modules: dict[str, str]
     parameters: list[str]
+    routers: list[str]
 
     @classmethod
     def of(cls, model: nn.Module) -> Names:
@@ -49,7 +51,7 @@ class Names:
             for name, parameter in model.named_parameters()
             if len(full_shape(parameter)) in (2, 3) and modules.get(name.rpartition(".")[0]) not in WITH_WEIGHT
         ]
-        return cls(modules, parameters)
+        return cls(modules, parameters, routers_of(model))
 
     def target_parameters(self, section: Adapter) -> list[str]:
         """Return the names in `target_modules` that mean parameters. A name that matches a module means that module."""
@@ -83,6 +85,31 @@ class Names:
                     what = f"adapter.{key}: no module's name ends with {ending}"
                     found.append(Problem(what, hint=_hint(ending, names)))
         return found
+
+
+def routers_of(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers of a model in transformers that have a forward of their own.
+
+    peft adds its product to their output, which is not a product alone: routers of PhiMoE and Llama 4 return a tuple.
+    """
+    import torch
+
+    return [
+        name.replace(".base_layer", "")
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        if type(module).forward is not torch.nn.Linear.forward and type(module).__module__.startswith("transformers.")
+    ]
+
+
+def check_routers(names: Names, section: Adapter) -> None:
+    """Raise `InputError` if `target_modules` names a linear layer that peft cannot adapt; all-linear leaves it out."""
+    if named := [name for name in names.routers if _is_named(section, name)]:
+        raise InputError(
+            f"adapter.target_modules: {_listed(named)} cannot have an adapter, because the output of a "
+            f"{names.modules[named[0]]} is not the product of its input and its weight",
+            hint="remove its name, or train it whole: name it in adapter.modules_to_save",
+        )
 
 
 def refused(names: Names, section: Adapter, error: Exception) -> InputError:
@@ -179,7 +206,8 @@ def describe_unadapted(model: Any, section: Adapter) -> list[str]:
         if len(full_shape(parameter)) == 3 and not name.count("lora_")
         if set(EXPERT_MODULES) & set((plain := name.replace(".base_layer", "")).split("."))
     ]
-    linear = [name for name, kind in modules.items() if kind in LINEAR and re.search(r"\.\d+\.", name)]
+    routers = routers_of(inner)
+    linear = [n for n, kind in modules.items() if (kind in LINEAR or n in routers) and re.search(r"\.\d+\.", n)]
     left = [
         name
         for name in [*experts, *(linear if experts else ())]

@@ -33,6 +33,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPARED_KEYS = ("r", "lora_alpha", "use_rslora", "use_dora")
 # Settings of peft without a key in the recipe, with the only supported value.
 SUPPORTED_VALUES: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+PATTERNS = ("rank_pattern", "alpha_pattern")  # peft writes them itself if it joins the names of experts' weights
 
 SWITCH = declare(
     __name__,
@@ -80,15 +81,17 @@ def add_adapter(
 
     from ftcli.data.revisions import is_on_hub
     from ftcli.models.adapter_folder import check_labels, has_label_names
-    from ftcli.models.adapter_targets import Names, check_adapted, refused
+    from ftcli.models.adapter_targets import Names, check_adapted, check_routers, refused
     from ftcli.models.new_tokens import new_token_rows
     from ftcli.models.precision import trained_dtype
     from ftcli.models.unreached import unreached_parts
 
     section, dtype = recipe.adapter, trained_dtype(recipe)
     saved_modules = [*keep, *section.modules_to_save]
-    excluded = _suffix_pattern([*saved_modules, *section.exclude_modules, *unreached_parts(model, recipe)])
     names = Names.of(model)
+    left_out = [*section.exclude_modules, *unreached_parts(model, recipe), *names.routers]
+    excluded = _suffix_pattern([*saved_modules, *left_out])
+    check_routers(names, section)
     parameters = names.target_parameters(section)
     config = LoraConfig(
         task_type=task_type,
@@ -119,6 +122,7 @@ def add_adapter(
     if folder is not None and has_label_names(config_of_base):
         check_labels(folder, list(config_of_base.id2label.values()))
     if folder is not None:
+        _check_patterns(wrapped, folder)
         load_adapter_weights(wrapped, folder)
     return wrapped
 
@@ -211,11 +215,26 @@ def adapter_problems(section: Adapter) -> list[Problem]:
         if (stored := config.get(key, False)) != getattr(section, key)  # older files do not have use_rslora, use_dora
     ]
     unsupported = [key for key, value in SUPPORTED_VALUES.items() if (config.get(key) or value) != value]
+    if config.get("target_parameters"):  # `add_adapter` compares the patterns with those of the model
+        unsupported = [key for key in unsupported if key not in PATTERNS]
     if str(config.get("init_lora_weights", "")).startswith(INITS_THAT_CHANGE_THE_BASE):
         unsupported.append("init_lora_weights")
     return problems + [
         Problem(f"adapter.path: {file} has {key} {config[key]}", hint="use a plain LoRA adapter") for key in unsupported
     ]
+
+
+def _check_patterns(model: Any, folder: Path) -> None:
+    """Raise `InputError` if the adapter in a folder has other patterns than those that peft gives this model."""
+    path = folder / CONFIG
+    stored = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}) or {}
+    for key in PATTERNS:
+        before, now = stored.get(key) or {}, getattr(model.peft_config["default"], key) or {}
+        if before != now:
+            raise InputError(
+                f"{path} has {key} {before}, but an adapter of this recipe has {now}",
+                hint=f"compare adapter.target_modules with its {CONFIG}; or use a plain LoRA adapter",
+            )
 
 
 def _without(targets: str | list[str], names: list[str]) -> str | list[str]:

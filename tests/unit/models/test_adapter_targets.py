@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ftcli.config.recipe import Recipe
 from ftcli.models.adapter_targets import describe_unadapted
-from ftcli.models.adapters import add_adapter
+from ftcli.models.adapters import adapter_problems, add_adapter
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny
 
@@ -30,6 +33,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     ),
     "gpt_oss": ("GptOssForCausalLM", SIZES | {"num_local_experts": 4, "head_dim": 8}),
+    "mixtral": ("MixtralForCausalLM", SIZES | {"num_local_experts": 4, "head_dim": 8}),
+    "phimoe": ("PhimoeForCausalLM", SIZES | {"num_local_experts": 4}),
+    "llama4": ("Llama4ForCausalLM", SIZES | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}),
 }
 OLD_NAMES = ["gate_proj", "up_proj", "down_proj"]  # of experts that were modules before transformers 5
 LORA = {"type": "lora", "r": 2}
@@ -107,6 +113,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"target_modules": ["experts.down_proj"], "lora_dropout": 0.1, "use_dora": True},
         ("adapter.lora_dropout and use_dora: not possible", "mlp.experts."),
     ),
+    "a router whose output is a tuple": (
+        "phimoe",
+        {"target_modules": ["q_proj", "router"]},
+        ("model.layers.0.mlp.router", "the output of a PhimoeTopKRouter", "adapter.modules_to_save"),
+    ),
 }
 
 
@@ -155,3 +166,24 @@ def test_describe_unadapted_of_all_linear_names_what_has_no_adapter() -> None:
     assert lines["llama"] == lines["qwen3_moe"] == []
     assert "shared_experts.down_proj" in lines["glm4_moe"][0]
     assert "mlp.experts.down_proj" in lines["gpt_oss"][0]
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "llama4"])
+def test_all_linear_of_a_model_whose_router_returns_a_tuple_leaves_it_out(kind: str) -> None:
+    model = adapted(kind)
+    model(input_ids=torch.tensor([[1, 2, 3]]))
+    (line,) = describe_unadapted(model, Recipe.model_validate(RECIPE).adapter)
+    assert ".router" in line and any("q_proj.lora_A" in name for name, _ in model.named_parameters())
+
+
+def test_add_adapter_continues_an_adapter_with_the_ranks_that_peft_gives_experts(tmp_path: Path) -> None:
+    first = adapted("mixtral", target_modules=["w1", "w2", "w3"])
+    assert first.peft_config["default"].rank_pattern
+    first.save_pretrained(tmp_path, save_embedding_layers=False)
+    section = LORA | {"target_modules": ["w1", "w2", "w3"], "path": str(tmp_path)}
+    assert adapter_problems(Recipe.model_validate(RECIPE | {"adapter": section}).adapter) == []
+    adapted("mixtral", **section)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {"gate_up_proj": 2}}))
+    with pytest.raises(InputError, match="alpha_pattern {'gate_up_proj': 2}, but an adapter of this recipe has"):
+        adapted("mixtral", **section)

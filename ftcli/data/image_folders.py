@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ SPLITS = {
     *("test", "testing", "test_set", "eval", "evaluation"),
     *("val", "valid", "validation", "validation_set", "dev", "development", "holdout"),
 }
+LIKE_SPLITS = re.compile(rf"({'|'.join(sorted(SPLITS))})[\W_]*(\d+|images?|data|split|folder)")  # such as train2017
 HIDDEN, NO_LABEL = "hidden files", "images outside of a label's folder"  # reasons why files are not used
 
 
@@ -99,7 +101,7 @@ def check_image_folder(folder: Path) -> None:
         raise no_images(folder, unused)
     with os.scandir(folder) as entries:
         tops = [entry.path for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    suspects = [top for top in tops if os.path.basename(top).lower() in SPLITS]
+    suspects = [top for top in tops if _resembles_split(os.path.basename(top))]
     inner: set[tuple[str, ...]] = {(os.path.basename(top),) for top in tops if top not in suspects}
     for top in suspects:
         inner |= {(os.path.basename(top), *below) for _, below in _walk(Path(top), Counter(), is_label=True)}
@@ -163,7 +165,8 @@ def _require_no_splits(folder: Path, inner: Collection[tuple[str, ...]]) -> None
     """Raise `InputError` if images lie in folders of splits.
 
     A folder directly in `folder` is a split if it has the name of one, and all of its images lie in sub-folders, or all
-    other folders have such names too. A deeper folder is one if it has the name.
+    other folders have such names too. A deeper folder is one if it has the name. If all images lie in sub-folders,
+    folders with names such as train2017 are splits too, unless other folders have other names.
 
     Args:
         folder: Folder with one sub-folder per label.
@@ -173,6 +176,8 @@ def _require_no_splits(folder: Path, inner: Collection[tuple[str, ...]]) -> None
     tops = {names[0] for names in inner}
     are_all = all(top.lower() in SPLITS for top in tops)
     splits |= {(top,) for top in tops if top.lower() in SPLITS and (are_all or (top,) not in inner)}
+    if tops and all(_resembles_split(top) and (top,) not in inner for top in tops):
+        splits |= {(top,) for top in tops}
     if splits:
         shown = sorted(os.path.join(folder, *names) for names in splits)
         message = f"{folder.absolute()} contains folders of splits, whose images would be mixed: {_first(shown)}"
@@ -180,6 +185,11 @@ def _require_no_splits(folder: Path, inner: Collection[tuple[str, ...]]) -> None
         if any(len(names) > len(split) and names[: len(split)] == split for split in splits for names in inner):
             hint = f"name the folder of one split, such as data.train: {_training(shown)}; its folders are the labels"
         raise InputError(message, hint=hint)
+
+
+def _resembles_split(name: str) -> bool:
+    """Return whether a folder has the name of a split, perhaps with a year or a word behind it."""
+    return name.lower() in SPLITS or LIKE_SPLITS.fullmatch(name.lower()) is not None
 
 
 def _first(names: list[str]) -> str:

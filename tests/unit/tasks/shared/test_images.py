@@ -182,16 +182,19 @@ SUCH_AS = "name the folder of one split, such as data.train: "
 
 def test_image_files_label_is_the_first_folder_however_deep_an_image_is(tmp_path: Path) -> None:
     names = ("cat/indoor/1.png", "cat/outdoor/far/2.png", "dog/indoor/3.png", "dog/4.png", "train/5.png")
-    found = image_files(tree(tmp_path, *names))
+    found = image_files(tree(tmp_path / "animals", *names))
     assert [(path.name, label) for path, label in found] == [
         *(("1.png", "cat"), ("2.png", "cat"), ("4.png", "dog"), ("3.png", "dog"), ("5.png", "train"))
     ]
+    found = image_files(tree(tmp_path / "vehicles", "train1/1.png", "train2/2.png", "test1/deep/3.png"))
+    assert [label for _, label in found] == ["test1", "train1", "train2"]
 
 
 @pytest.mark.parametrize(
     ("names", "found", "hint"),
     [
         (("train/cat/1.png", "train/dog/2.png", "test/cat/3.png"), ("test", "train"), SUCH_AS + "{}/train; its"),
+        (("train2017/cat/1.png", "val_images/cat/3.png"), ("train2017", "val_images"), SUCH_AS + "{}/train2017; its"),
         (("Train/cat/1.png", "Val/cat/3.png"), ("Train", "Val"), SUCH_AS + "{}/Train; its"),
         (("train/cat/1.png", "cat/2.png"), ("train",), SUCH_AS + "{}/train; its"),
         (

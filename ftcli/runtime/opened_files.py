@@ -28,24 +28,37 @@ State = tuple[int, int] | None  # size and time of change; None: not known
 
 @dataclass
 class OpenedFiles:
-    """The files that code has opened: absolute path of a file that it read -> its state then, and files it wrote."""
+    """The files that code has opened.
+
+    Attributes:
+        read: Absolute path of a file that it read -> its state then.
+        written: Absolute paths of files that it wrote.
+        relative: Absolute path -> the path in the code, if that depends on the working directory.
+    """
 
     read: dict[str, State] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
+    relative: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: OpenedFiles) -> None:
         """Add the files that another process or thread has opened."""
         self.read |= other.read
         self.written |= other.written
+        self.relative |= other.relative
 
     def inputs(self) -> dict[str, State]:
         """Return the files of the user that were read and not written; the source of a module for its bytecode.
 
-        Code has no state: the cache key has the contents of the task's own files.
+        Code has no state: the cache key has the contents of the task's own files. Other paths are as in the code, so
+        that in another working directory they are those of the files that the code would read there.
         """
         found = {path: state for path, state in self.read.items() if path not in self.written}
         sources = {_source_of(path): None if path.endswith((".py", ".pyc")) else state for path, state in found.items()}
-        return {path: sources[path] for path in sorted(sources) if _is_users(path)}
+        return {
+            path if path.endswith(".py") else self.relative.get(path, path): sources[path]
+            for path in sorted(sources)
+            if _is_users(path)
+        }
 
     def changed(self) -> list[str]:
         """Return the inputs that have changed since they were read, so that memory may hold their old contents."""
@@ -95,7 +108,10 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     path, _, flags = arguments
     if not isinstance(path, str | bytes | os.PathLike):  # a number of an open file
         return
-    name = os.path.abspath(os.fsdecode(path))
+    given = os.fsdecode(path)
+    name = os.path.abspath(given)
+    if name != given and not os.path.isabs(given):
+        files.relative[name] = given
     if (flags or 0) & (os.O_WRONLY | os.O_RDWR):
         files.written.add(name)
     else:

@@ -239,6 +239,36 @@ def test_prepare_rows_of_a_task_notices_changed_files_and_a_base_class_of_anothe
         prepared(recipe)  # the module holds the old words
 
 
+ENDING_TASK = """
+from ftcli.tasks import sft
+from ftcli.tasks.sft import Options as Options
+
+
+class Task(sft.Task):
+    def encode(self, row, facts):
+        with open("ending.txt") as file:
+            return super().encode(row | {"completion": file.read()}, facts)
+"""
+
+
+def test_prepare_rows_in_another_working_directory_reads_the_files_of_a_task_there(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "ending.py").write_text(ENDING_TASK)
+    rows = write(folder / "rows.jsonl", [{"prompt": "p", "completion": "a"}] * 3)
+    recipe = recipe_of(model, {"train": rows}, task=str(folder / "ending.py"), task_options={"chat": "never"})
+    found = {}
+    for name in ("one", "two", "one"):
+        (folder / name).mkdir(exist_ok=True)
+        if name not in found:
+            (folder / name / "ending.txt").write_text(name)
+        monkeypatch.chdir(folder / name)
+        sys.modules.pop(f"{FROM_FILE}ending", None)
+        some = prepared(recipe)
+        assert f"p{name}" in build_task(recipe).tokenizer.decode(some.train[0]["input_ids"])
+        assert found.setdefault(name, some.folder) == some.folder
+
+
 def test_task_code_follows_imports_in_the_tasks_own_folder_only(folder: Path) -> None:
     for name, text in {
         "task.py": "import json, os.path\nfrom lib import part\ndef f():\n    import late\n",

@@ -58,19 +58,32 @@ def new_token_rows(model: Any, recipe: Recipe) -> dict[str, list[int]]:
         Indices of rows by module name. A tied head is left out, and so are modules that the adapter saves whole.
 
     Raises:
-        InputError: The adapter saves a tied head whole, but not the embeddings, whose new rows peft would train in it.
+        InputError: The adapter saves only one of the tied embeddings and head whole. peft would train the new rows of
+            the embeddings in a head that is saved, and save no new rows of a head that is not. Or it trains rows of a
+            head with a bias, which peft then leaves out of the logits.
     """
     if not recipe.model.new_tokens:
         return {}
     saved = tuple(f".{ending}" for ending in recipe.adapter.modules_to_save)
-    rows = {name: _new_ids(recipe) for name in _embedding_modules(model) if not (saved and f".{name}".endswith(saved))}
+    ends = list(_embedding_modules(model))
+    rows = {name: _new_ids(recipe) for name in ends if not (saved and f".{name}".endswith(saved))}
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if module is head]
-    if saved and names and f".{names[0]}".endswith(saved) and names[0] not in _embedding_modules(model) and rows:
+    tied = [name for name, module in model.named_modules() if module is head and name not in ends]
+    pair = [*ends, *tied]
+    whole = [name for name in pair if saved and f".{name}".endswith(saved)]
+    if tied and len(whole) == 1:
+        other = next(name for name in pair if name not in whole)
         raise InputError(
-            f"adapter.modules_to_save names {names[0]}, which is tied to {next(iter(rows))}, and model.new_tokens "
+            f"adapter.modules_to_save names {whole[0]}, which is tied to {other}, and model.new_tokens "
             "trains the new rows of both",
-            hint=f"remove {names[0]} from adapter.modules_to_save, or add {next(iter(rows))} to it",
+            hint=f"remove {whole[0]} from adapter.modules_to_save, or add {other} to it",
+        )
+    rows_in = [*rows, *(tied if rows else [])]
+    biased = [name for name in rows_in if getattr(model.get_submodule(name), "bias", None) is not None]
+    if biased:
+        raise InputError(
+            f"model.new_tokens: {biased[0]} has a bias, which peft leaves out where an adapter trains rows of tokens",
+            hint=f"train it whole: add {biased[0]} to adapter.modules_to_save",
         )
     return rows
 

@@ -217,6 +217,7 @@ def test_prepare_with_target_modules_without_a_match_names_them(key: str, inputs
         ("untied", {"target_modules": ["q_proj", "embed_tokens"]}),
         ("untied", {"target_modules": ["q_proj", "lm_head"]}),
         ("tied", {"modules_to_save": ["lm_head"]}),
+        ("tied", {"modules_to_save": ["embed_tokens"]}),
     ],
 )
 def test_prepare_with_an_adapter_on_the_rows_of_new_tokens_is_refused(

@@ -22,7 +22,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.models.adapters import add_adapter, describe_cut_tie
 from ftcli.models.new_tokens import initialise_new_rows, resize_embeddings
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
-from ftcli.runtime.errors import ExportError
+from ftcli.runtime.errors import ExportError, InputError
 from ftcli.testing import tiny_tokenizer
 from ftcli.tiny_models import SIZES, build_tiny
 
@@ -39,6 +39,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2ForCausalLM", PLAIN | {"tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS),
     "qwen3-moe-tied": ("Qwen3MoeForCausalLM", EXPERTS | {"tie_word_embeddings": True}),
+    "phi": ("PhiForCausalLM", SIZES | TOKENS | {"intermediate_size": 64}),
     "mixtral": ("MixtralForCausalLM", PLAIN | {"num_local_experts": 4}),
 }
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -65,6 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "embeddings and head": ("tied", {"target_modules": ["embed_tokens", "lm_head"]}, False),
     "new tokens": ("tied", {"new_tokens": ["<a>", "<b>"]}, True),
     "new tokens beside a head": ("untied", {"new_tokens": ["<a>", "<b>"]}, False),
+    "new tokens beside a saved head": ("phi", {"new_tokens": ["<a>", "<b>"], "modules_to_save": ["lm_head"]}, False),
 }
 
 
@@ -83,8 +85,8 @@ def adapted(recipe: Recipe, base: Path, name: str, settings: dict[str, Any]) -> 
     """Write a base model and return it with an adapter of random values."""
     model = build_tiny(name, **settings)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3 if parameter.ndim > 1 else 1)
+        for key, parameter in model.named_parameters():
+            parameter.mul_(3 if parameter.ndim > 1 else 1).add_(1 if key == "lm_head.bias" else 0)
     model.save_pretrained(base)
     tiny_tokenizer().save_pretrained(base)
     model = resize_embeddings(AutoModelForCausalLM.from_pretrained(base), recipe)
@@ -142,6 +144,12 @@ def test_merged_weights_of_every_adapter_give_its_logits_and_the_weights_of_peft
     assert weights.keys() == merged.keys()
     for name, value in merged.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_new_tokens_of_a_head_with_a_bias_are_refused_beside_an_adapter(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path / "base", new_tokens=["<a>"])
+    with pytest.raises(InputError, match=r"lm_head has a bias, which peft leaves out(.|\n)*modules_to_save"):
+        adapted(recipe, tmp_path / "base", *ARCHITECTURES["phi"])
 
 
 def job_of(recipe: Recipe, dtype: str = "float32") -> ExportJob:

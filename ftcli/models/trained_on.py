@@ -56,7 +56,11 @@ def identity_of(recipe: Recipe) -> dict[str, Any] | None:
         JSON values; None if the model's files are not on this machine, or if the task builds its own model.
     """
     reads_images = is_custom_task(recipe.task) or not properties_of(task_class(recipe.task)).reads_text
-    return _identity(recipe.model.name, recipe.model.revision, recipe.adapter.type != "none", reads_images)
+    folder = files_folder(recipe.model.name, recipe.model.revision)
+    # Rows of text do not reach the towers of such a model, so they are not in the checkpoints (unreached.py).
+    has_towers = folder is not None and "text_config" in (read_object(folder / "config.json") or {})
+    frozen = recipe.adapter.type != "none" or (has_towers and not reads_images)
+    return _identity(recipe.model.name, recipe.model.revision, frozen, reads_images)
 
 
 def trained_on(folder: Path) -> dict[str, Any] | None:
@@ -199,7 +203,7 @@ def _of_state(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _other_weights(name: str, stored: Mapping[str, Any], before: str, after: str) -> str:
     """Return the sentence about other frozen weights."""
     return (
-        f"the frozen weights of {name} are not those with which the adapter was trained: "
+        f"the frozen weights of {name} are not those with which the run was trained: "
         f"digest {before} then (of {stored['name']}), {after} now"
     )
 

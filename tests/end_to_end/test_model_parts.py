@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from ftcli.loop import steps
 from ftcli.models.router_loss import left_out_losses
+from ftcli.models.trained_on import differences, identity_of
 from ftcli.reports.check import check
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import SIZES, build_tiny
@@ -45,6 +46,18 @@ def test_train_text_on_a_vision_language_model_freezes_the_tower_and_completes(
         assert sorted(before) == sorted(after)
         same = {key for key, value in before.items() if value.equal(after[key])}
         assert same == {key for key in before if "vision_tower" in key or "multi_modal" in key}
+
+
+def test_text_run_of_a_vision_language_model_notices_another_tower(inputs: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(inputs / "vision", tmp_path / "vision"))
+    recipe = cell(inputs, "vision", model={"name": str(model), "dropout": 0.0})
+    stored = identity_of(recipe)
+    assert differences(stored, str(model), None, now=identity_of(recipe)) == []
+    weights = load_file(model / "model.safetensors")
+    weights[next(name for name in weights if "vision_tower" in name)] += 1
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    for now in (None, identity_of(recipe)):
+        assert "the frozen weights of" in differences(stored, str(model), None, now=now)[0]
 
 
 def with_tokens(inputs: Path, folder: Path, added: list[str], **special: str) -> Path:

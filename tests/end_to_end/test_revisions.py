@@ -141,7 +141,7 @@ def test_adapter_folders_are_opened_on_the_commit_of_their_base(
     for target in ("run/final", "exported", "of-peft"):
         loaded = load_generator(target, cpu=True).model.get_input_embeddings().weight
         assert torch.equal(loaded, trained), target
-    weights = "the frozen weights of org/tiny are not those with which the adapter was trained"
+    weights = "the frozen weights of org/tiny are not those with which the run was trained"
     commits = f"it was trained on org/tiny at {OLD}, and model.name is org/tiny at {NEW}"
     for target, warning in (("run/final", weights), ("of-peft", commits)):
         recipe = load_recipe("recipe.yaml", [f"adapter.path={target}"])

@@ -179,7 +179,7 @@ def check_base(run: RunFolder, recipe: Recipe) -> None:
     if (run.final / "adapter_config.json").is_file():
         # A model outside transformers has no name in this file.
         name = adapter_settings(run.final).get("base_model_name_or_path") or recipe.model.name
-        check_trained_on(trained_on(run.final), name, recipe.model.revision)
+        check_trained_on(trained_on(run.final), name, recipe.model.revision, hint="restore the old model")
 
 
 def describe_other_base(recipe: Recipe) -> list[str]:

@@ -141,7 +141,9 @@ def evaluate_run(
         rows_only = recipe.evaluate.model_copy(update={"generate": None})  # without answering prompts
         stored = read_object(folder.path / ENVIRONMENT) or {}
         if recipe.model.name != NO_MODEL:  # rows are encoded by the processor of the base
-            check_trained_on(trained_on(folder.path), recipe.model.name, recipe.model.revision, parts=("processor",))
+            name, revision = recipe.model.name, recipe.model.revision
+            hint = "restore the old model"
+            check_trained_on(trained_on(folder.path), name, revision, hint=hint, parts=("processor",))
         run = prepare(recipe.model_copy(update={"evaluate": rows_only}), cpu=cpu, weights=folder.final)
         if run.hardware.ranks.is_main:
             _warn_of_other_rows(run, stored.get("trained_on") or {})

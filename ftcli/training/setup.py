@@ -22,7 +22,7 @@ from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
 from ftcli.models.positions import check_lengths
 from ftcli.models.token_ids import check_token_ids
-from ftcli.models.trained_on import check_trained_on, identity_of
+from ftcli.models.trained_on import check_trained_on, differences, identity_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import has_ftcli_parent, has_rank
 from ftcli.runtime.process_settings import owns_settings
@@ -181,8 +181,12 @@ class _Start:
     state: dict[str, Any] | None
 
     def log_lines(self) -> list[str]:
-        """Return the warnings about a new run that continues an adapter on another base."""
-        return describe_other_base(self.resolved.recipe) if self.checkpoint is None else []
+        """Return the warnings about another base than that of the adapter or, with --resume-anyway, the checkpoint."""
+        if self.state is None:
+            return describe_other_base(self.resolved.recipe)
+        model = self.resolved.recipe.model
+        found = differences(self.state.get("frozen"), model.name, model.revision, now=self.base)
+        return [f"warning: resuming with another base: {each}" for each in found]
 
     def checked_base(self, *, anyway: bool) -> dict[str, Any] | None:
         """Return what the loaded model is. One that was downloaded only now is compared with the checkpoint."""

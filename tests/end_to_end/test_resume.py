@@ -279,7 +279,9 @@ def test_resume_with_another_image_processor_is_refused_until_accepted(inputs: P
     (model / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1, 0.1, 0.1]}))
     with pytest.raises(InputError, match=r"the image processor of .*vit is not the one of the run \(image_mean: "):
         prepare(recipe, cpu=True, resume=checkpoint)
-    assert prepare(recipe, cpu=True, resume=checkpoint, resume_anyway=True).first_step == 1
+    again = prepare(recipe, cpu=True, resume=checkpoint, resume_anyway=True)
+    assert again.first_step == 1
+    assert any("resuming with another base: the image processor of" in line for line in again.log_lines)
 
 
 def test_resume_with_other_evaluation_rows_is_refused_until_accepted_and_leaves_training_steps_unchanged(

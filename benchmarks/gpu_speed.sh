@@ -196,11 +196,11 @@ short() { # short rows that are not packed: the run that most people start
     cell short_06b_ftcli_compiled 90 "${at[@]}" --micro-size 16 "${auto[@]}" --label compiled --set model.torch_compile=true
     cell short_06b_ftcli_8x2 60 "${at[@]}" --micro-size 8 --accumulation 2 --peer ftcli --label "8 x 2"
     at=(--shape llama-3.1-8b --length 4096 --median 330 --task sft --precision bf16 --lora 16 --learning-rate 1e-4)
-    cell short_8b_lora_ftcli 100 "${at[@]}" --micro-size 8 "${auto[@]}" --label "as init writes it" --set log.every_steps=1
-    cell short_8b_lora_loop_4x2 100 "${at[@]}" --micro-size 4 --accumulation 2 --peer loop
-    cell short_8b_lora_ftcli_compiled 120 "${at[@]}" --micro-size 8 "${auto[@]}" --label compiled \
+    cell short_8b_lora_ftcli 200 "${at[@]}" --micro-size 8 "${auto[@]}" --label "as init writes it" --set log.every_steps=1
+    cell short_8b_lora_loop_4x2 150 "${at[@]}" --micro-size 4 --accumulation 2 --peer loop
+    cell short_8b_lora_ftcli_compiled 180 "${at[@]}" --micro-size 8 "${auto[@]}" --label compiled \
         --set model.torch_compile=true
-    more short_8b_lora_trl 120 "${at[@]}" --micro-size 8 --peer trl
+    more short_8b_lora_trl 180 "${at[@]}" --micro-size 8 --peer trl
     more short_8b_lora_unsloth 120 "${at[@]}" --micro-size 8 --peer unsloth
     more short_06b_trl 90 --shape qwen3-0.6b --length 4096 --median 250 --task sft --precision bf16 --micro-size 16 --peer trl
     cell short_06b_packed 90 --shape qwen3-0.6b --length 4096 --micro-size 8 --task sft --precision bf16 "${plain[@]}"

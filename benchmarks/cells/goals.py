@@ -55,6 +55,8 @@ SHORT_LORA = {"shape": "llama-3.1-8b", "length": 4096, "median": 330, "task": "s
 GOALS = [
     Goal("0.6B short rows, of the plainest loop, 8 x 2", SHORT, AS_WRITTEN, LOOP, 2.0, {"accumulation": 2}),
     Goal("0.6B short rows, of the plainest loop, 16 x 1", SHORT, AS_WRITTEN, LOOP, 1.3, {"accumulation": 1}),
+    Goal("0.6B short rows, of the plainest loop, 4 x 4", SHORT, AS_WRITTEN, LOOP, 2.0, {"accumulation": 4}),
+    Goal("0.6B short rows, of the bare loop with Liger", SHORT, AS_WRITTEN, BARE, 1.3, {"accumulation": 1}),
     Goal("8B LoRA short rows, of TRL at its best", SHORT_LORA, AS_WRITTEN, TRL, 1.5),
     Goal("8B LoRA short rows, of Unsloth", SHORT_LORA, AS_WRITTEN, ("unsloth", ""), 1.5),
     Goal("1B bf16_pure, no extra package, of TRL's defaults", SMALL | PURE, PLAIN, ("trl-default", ""), 4.0),

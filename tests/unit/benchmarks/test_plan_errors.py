@@ -51,5 +51,6 @@ def test_changed_constant_is_restored(compared: list[Compared]) -> None:
     assert before == plan_errors.step_time.NOT_HIDDEN
 
 
-def test_newest_lines_leave_out_pairs(compared: list[Compared]) -> None:
+def test_newest_lines_leave_out_pairs_and_short_rows(compared: list[Compared]) -> None:
     assert "preference" not in {one.line["task"] for one in compared}
+    assert not any(one.line["cell"].get("median") for one in compared)

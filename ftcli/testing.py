@@ -25,6 +25,7 @@ from ftcli.tiny_models import save_hollow as save_hollow
 from ftcli.tiny_models import save_tiny_causal as save_tiny_causal
 from ftcli.tiny_models import save_tiny_encoder as save_tiny_encoder
 from ftcli.tiny_models import save_tiny_mobilenet as save_tiny_mobilenet
+from ftcli.tiny_models import save_tiny_resnet as save_tiny_resnet
 from ftcli.tiny_models import save_tiny_vision_language as save_tiny_vision_language
 from ftcli.tiny_models import save_tiny_vit as save_tiny_vit
 from ftcli.tiny_models import tiny_tokenizer as tiny_tokenizer

@@ -84,6 +84,12 @@ def save_tiny_mobilenet(folder: Path) -> Path:
     return _save(model, _image_processor("MobileNetV2", 32), folder)
 
 
+def save_tiny_resnet(folder: Path) -> Path:
+    """Write a small ResNet of bottleneck layers (batch norm) and an image processor, and return the folder."""
+    sizes = {"embedding_size": 8, "hidden_sizes": [16, 24], "depths": [1, 2], "layer_type": "bottleneck"}
+    return _save(build_tiny("ResNetModel", **sizes), _image_processor("ViT", 32), folder)
+
+
 def save_tiny_vision_language(folder: Path) -> Path:
     """Write a two-layer Gemma 3 with a vision tower, and the tokenizer of the other tiny models, and return the folder.
 

@@ -18,6 +18,7 @@ from ftcli.testing import (
     save_tiny_causal,
     save_tiny_encoder,
     save_tiny_mobilenet,
+    save_tiny_resnet,
     save_tiny_vision_language,
     save_tiny_vit,
     tiny_tokenizer,
@@ -42,6 +43,7 @@ TESTING = [
     save_tiny_encoder,
     save_tiny_vit,
     save_tiny_mobilenet,
+    save_tiny_resnet,
     save_tiny_vision_language,
 ]
 # Further methods of tasks, and the classes of the values that tasks have, return or are given.

@@ -26,6 +26,7 @@ ADAPTER_HINT = "set adapter.type to lora, or delete the section adapter (--set '
 NO_ROWS = "without evaluation rows or prompts"
 NO_ROWS_HINT = "set data.eval, data.eval_rows or evaluate.generate, or delete it"
 HUB_HINT = "set hub.push to the name of a repository, or delete it"
+SGD_HINT = "set optimizer.name to sgd, or delete it; the rates of AdamW's moments are optimizer.betas"
 STREAM = "with data.streaming: a stream has no last step of an epoch"
 NOT_TEXT = "for task {task}, whose rows are not text"
 
@@ -86,6 +87,14 @@ RULES = (
         _trains_in_another_dtype,
         "without an adapter: no weight is frozen, and trained weights are float32 (bf16_pure: bfloat16)",
         "delete it; precision sets the dtype of the computation",
+    ),
+    *(
+        Rule(f"optimizer.{key}", lambda recipe: recipe.optimizer.name == "sgd", "with optimizer.name sgd")
+        for key in ("betas", "eps")
+    ),
+    *(
+        Rule(f"optimizer.{key}", lambda recipe: recipe.optimizer.name != "sgd", "with AdamW", SGD_HINT)
+        for key in ("momentum", "nesterov")
     ),
     Rule("schedule.min_ratio", lambda recipe: recipe.schedule.name == "constant", "with schedule.name constant"),
     Rule("evaluate.every_steps", _evaluates_nothing, NO_ROWS, NO_ROWS_HINT),

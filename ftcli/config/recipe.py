@@ -137,10 +137,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_optimizer_precision(self) -> Recipe:
-        if self.optimizer.name == "adamw_8bit" and self.precision == "bf16_pure":
-            raise ValueError(
-                "optimizer.name: adamw_8bit needs float32 weights: set precision to bf16, or name to adamw"
-            )
+        if self.optimizer.name != "adamw" and self.precision == "bf16_pure":
+            name = self.optimizer.name
+            raise ValueError(f"optimizer.name: {name} needs float32 weights: set precision to bf16, or name to adamw")
         return self
 
     @model_validator(mode="after")

@@ -59,27 +59,41 @@ class Train(Section):
 class Optimizer(Section):
     """The optimizer and gradient clipping."""
 
-    name: Literal["adamw", "adamw_8bit"] = Field(
+    name: Literal["adamw", "adamw_8bit", "sgd"] = Field(
         "adamw",
         description="adamw: AdamW, fused if the device supports it. adamw_8bit: AdamW with moments in 8 bits "
         "(bitsandbytes, on GPUs, under profiles that update parameters or their shards on the GPU), 6 bytes less per "
-        "float32 weight; the loss differs slightly.",
+        "float32 weight; the loss differs slightly. sgd: torch's SGD, with momentum.",
     )
     learning_rate: float = Field(gt=0, le=10, description="Peak learning rate.")
     weight_decay: float = Field(
         0.0,
         ge=0,
-        description="Decoupled decay, per unit of learning rate; not applied to biases and norms.",
+        description="Decay of weights, not of biases and norms. AdamW: decoupled, per unit of learning rate. sgd: "
+        "weight_decay times the weight is added to the gradient after clipping, as in torch.",
     )
+    momentum: float = Field(
+        0.9,
+        ge=0,
+        lt=1,
+        description="sgd only: factor of the sum of past gradients; 0: none, which saves 4 bytes per weight.",
+    )
+    nesterov: bool = Field(False, description="sgd only: Nesterov's momentum.")
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=[0.9, 0.999], min_length=2, max_length=2, description="Decay rates of the two moments."
+        default=[0.9, 0.999], min_length=2, max_length=2, description="AdamW only: decay rates of the two moments."
     )
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator.")
+    eps: float = Field(1e-8, gt=0, description="AdamW only: added to the denominator.")
     max_grad_norm: float | None = Field(
         1.0,
         gt=0,
         description="Gradients are clipped to this global 2-norm; null: no clipping.",
     )
+
+    @model_validator(mode="after")
+    def _check_nesterov(self) -> Optimizer:
+        if self.name == "sgd" and self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs momentum: set momentum above 0, or delete nesterov")
+        return self
 
 
 class Schedule(Section):

@@ -49,7 +49,8 @@ def partition_slots(model: nn.Module) -> list[OptimizerSlot]:
         ]
     else:
         groups = zero.optimizer.param_groups
-    has_int_step = not isinstance(zero.optimizer, torch.optim.Adam)  # DeepSpeed's optimizer for the host
+    # Only DeepSpeed's optimizer for the host counts steps by an int.
+    has_int_step = not isinstance(zero.optimizer, torch.optim.Adam | torch.optim.SGD)
     return [
         OptimizerSlot(group, flat, zero.optimizer.state[flat], has_int_step)
         for group, flat in zip(groups, master_partitions(zero), strict=True)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # state of AdamW for each element, besides one step count per parameter
-STATE_KINDS = (*MOMENTS, "remainder")  # all kinds that an optimizer may have; remainder: low bits of a bfloat16 weight
+MOMENTUM = "momentum_buffer"  # state of SGD for each element, besides one step count per parameter
+# All kinds that an optimizer may have; remainder: low bits of a bfloat16 weight.
+STATE_KINDS = (*MOMENTS, MOMENTUM, "remainder")
 NO_ELEMENTS = slice(0, 0)
 
 VERSIONS = declare(
@@ -109,16 +111,16 @@ def open_state(weight: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tens
 
 
 def create_missing_state(slots: list[OptimizerSlot]) -> None:
-    """Create the state of slots without one, as AdamW does at its first step."""
+    """Create the state of slots without one, as the optimizer does at its first step."""
     for slot in slots:
         if slot.state:
             continue
-        kinds = slot.group.get("kinds") or dict.fromkeys(MOMENTS)  # kind -> dtype; None: that of the weight
+        kinds = slot.group.get("kinds", dict.fromkeys(MOMENTS))  # kind -> dtype; None: that of the weight
         slot.state.update({kind: torch.zeros_like(slot.tensor, dtype=dtype) for kind, dtype in kinds.items()})
         if slot.has_int_step:
             slot.state["step"] = 0
             continue
-        on_device = slot.group["fused"] or slot.group["capturable"]
+        on_device = slot.group.get("fused") or slot.group.get("capturable")
         slot.state["step"] = torch.zeros((), device=slot.tensor.device if on_device else "cpu")
 
 

@@ -159,6 +159,8 @@ def optimizer_bytes(recipe: Recipe) -> int:
     """Return the bytes of optimizer state per trained element, without weight and gradient."""
     if recipe.optimizer.name == "adamw_8bit":
         return 2
+    if recipe.optimizer.name == "sgd":
+        return 4 if recipe.optimizer.momentum else 0
     return 8  # two moments in float32; under bf16_pure one in bfloat16, and the low bits of the weight
 
 

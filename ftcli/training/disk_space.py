@@ -13,11 +13,16 @@ from ftcli.runtime.checkpoint_names import CHECKPOINTS
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
     from ftcli.config.recipe_training import Checkpoint
     from ftcli.training.run import Run
 
 
-BYTES_PER_ELEMENT = 12  # a weight and two moments in float32
+def bytes_per_element(recipe: Recipe) -> int:
+    """Return the bytes of a checkpoint per trained element: a weight and its moments in float32."""
+    if recipe.optimizer.name == "sgd":
+        return 8 if recipe.optimizer.momentum else 4
+    return 12
 
 
 def check_disk(run: Run) -> None:
@@ -35,12 +40,12 @@ def check_disk(run: Run) -> None:
     elements = sum(torch.Size(shape).numel() for shape in run.hardware.trained_shapes(run.model).values())
     count = max_stored_checkpoints(run.recipe.checkpoint, run.first_step, run.steps)
     path = checkpoints if checkpoints.is_dir() else run.folder.path
-    needed = BYTES_PER_ELEMENT * elements * count
+    size = bytes_per_element(run.recipe) * elements
+    needed = size * count
     free = shutil.disk_usage(next(item for item in (path, *path.absolute().parents) if item.exists())).free
     if needed > free + folder_size(checkpoints):
         raise InputError(
-            f"{count} checkpoints of {BYTES_PER_ELEMENT * elements / 1e9:.3g} GB do not fit into {path}: "
-            f"{free / 1e9:.3g} GB are free",
+            f"{count} checkpoints of {size / 1e9:.3g} GB do not fit into {path}: {free / 1e9:.3g} GB are free",
             hint="free some space, choose another disk with --output, or lower checkpoint.keep",
         )
 

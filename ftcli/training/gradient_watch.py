@@ -4,6 +4,9 @@ A wrong freeze, an unused head or a detached part of the graph raises no error; 
 check reads the optimizer's moments, which every backend has and every checkpoint stores. Without a gradient they are
 exactly zero, or after a resume exactly the decayed values. So one check at one step of each launch is enough. The names
 of the trained tensors are recorded when the run is prepared. This module is independent of the backend.
+
+SGD without momentum stores no gradient, so there is no check. The momentum of SGD includes the weight decay. Under
+ZeRO, which steps tensors without a gradient too, a decayed tensor therefore seems to have one.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ftcli.hardware.optimizer_state import MOMENTS
+from ftcli.hardware.optimizer_state import MOMENTS, MOMENTUM
 from ftcli.models.architectures import EXPERT_MODULES
 from ftcli.runtime.errors import RunError
 from ftcli.runtime.log import log_line
@@ -21,6 +24,7 @@ from ftcli.runtime.log import log_line
 if TYPE_CHECKING:
     from torch import nn
 
+    from ftcli.config.recipe import Recipe
     from ftcli.training.run import Run
 
 
@@ -89,12 +93,19 @@ def check_gradients(run: Run, step: int) -> None:
     Raises:
         RunError: Tensors have no gradient. With `faults.missing_gradient: warn` they are logged instead.
     """
+    if not _stores_gradients(run.recipe):
+        return
     if step == min(CHECKED_AFTER_STEPS, run.steps) and step - skipped_steps(run) >= 2:
         _report_missing(run, _with_gradient(run), step)
     elif run.resumed is not None and step == run.resumed.step + CHECKED_AFTER_STEPS:
         seen = _changed(run, run.resumed)
         if any(run.hardware.ranks.collect(bool(seen))):  # a loss of exactly zero changes no moment
             _report_missing(run, seen, CHECKED_AFTER_STEPS)
+
+
+def _stores_gradients(recipe: Recipe) -> bool:
+    """Return whether the optimizer's state shows which tensors had gradients."""
+    return recipe.optimizer.name != "sgd" or recipe.optimizer.momentum > 0
 
 
 def skipped_steps(run: Run) -> int:
@@ -143,7 +154,8 @@ def first_moments(run: Run) -> Norms:
     """Return the 2-norm of each shard's first moment on this process; waits for the device."""
     keys, norms = [], []
     for shard in run.hardware.state_shards(run.model, run.optimizer):
-        if (moment := shard.tensors.get(MOMENTS[0])) is not None and moment.numel():
+        moment = shard.tensors.get(MOMENTS[0], shard.tensors.get(MOMENTUM))
+        if moment is not None and moment.numel():
             keys.append((shard.name, shard.start))
             norms.append(torch.linalg.vector_norm(moment, dtype=torch.float64))
     return dict(zip(keys, torch.stack(norms).tolist(), strict=True)) if norms else {}
@@ -154,7 +166,9 @@ def _changed(run: Run, resumed: Resumed) -> set[str]:
 
     Without a gradient the first moment is unchanged, or has decayed once for each update.
     """
-    decay = run.recipe.optimizer.betas[0] ** (CHECKED_AFTER_STEPS - (skipped_steps(run) - resumed.skipped))
+    section = run.recipe.optimizer
+    rate = section.momentum if section.name == "sgd" else section.betas[0]
+    decay = rate ** (CHECKED_AFTER_STEPS - (skipped_steps(run) - resumed.skipped))
     changed = set()
     for (name, start), norm in first_moments(run).items():
         before = resumed.moments.get((name, start), 0.0)
@@ -168,7 +182,8 @@ def _with_gradient(run: Run) -> set[str]:
     """Return the names of tensors that have a nonzero moment on this rank."""
     names, largest = [], []
     for shard in run.hardware.state_shards(run.model, run.optimizer):  # some are temporary
-        moments = [shard.tensors[kind] for kind in MOMENTS if kind in shard.tensors and shard.tensors[kind].numel()]
+        kinds = [kind for kind in (*MOMENTS, MOMENTUM) if kind in shard.tensors]
+        moments = [shard.tensors[kind] for kind in kinds if shard.tensors[kind].numel()]
         names += [shard.name] * len(moments)
         largest += [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in moments]
     values = torch.stack(largest).tolist() if largest else []  # one synchronisation with the device

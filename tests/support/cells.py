@@ -69,6 +69,7 @@ def write_inputs(folder: Path) -> None:
     testing.save_tiny_encoder(folder / "encoder")
     testing.save_tiny_vit(folder / "vit")
     testing.save_tiny_mobilenet(folder / "mobilenet")
+    testing.save_tiny_resnet(folder / "resnet")
     testing.save_tiny_vision_language(folder / "vision")
     (folder / "contrast.py").write_text(CONTRAST)
     (folder / "two_passes.py").write_text(TWO_PASSES)
@@ -184,7 +185,13 @@ def cell(folder: Path, name: str, **changes: Any) -> Recipe:
     if name in OPTIONS:
         file, values["task_options"] = OPTIONS[name]
         values["data"]["train"] = str(folder / file)
+    values = _with_sections(values, SECTIONS.get(name, {}))
     return Recipe.model_validate(values | changes)
+
+
+def _with_sections(values: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a recipe with the keys of each of `sections` set."""
+    return values | {key: {**values[key], **section} for key, section in sections.items()}
 
 
 # name -> (file of rows, task_options)
@@ -195,6 +202,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "regression": ("grades.jsonl", {"problem_type": "regression"}),
     "regression-lora": ("grades.jsonl", {"problem_type": "regression"}),
     "image-weights": ("images", {"class_weights": "balanced", "label_smoothing": 0.1}),
+}
+# name -> sections with other keys
+SGD = {"name": "sgd", "nesterov": True, "learning_rate": 0.05}
+SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "resnet": {"optimizer": SGD},
 }
 LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
 CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -208,6 +220,7 @@ CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "text-lora": ("text_classification", "encoder", LORA),
     "vit": ("image_classification", "vit", {}),
     "mobilenet": ("image_classification", "mobilenet", {}),
+    "resnet": ("image_classification", "resnet", {}),
 }
 # Trained and exported just as others are, so not in every matrix.
 FURTHER_CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,12 +13,13 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimizer:
-    """Build AdamW over the trainable parameters of a model.
+    """Build the optimizer over the trainable parameters of a model.
 
-    The class depends on the recipe: `AdamWBf16` for precision bf16_pure, `AdamW8bit` for optimizer adamw_8bit, else
-    torch's AdamW. Weight decay (decoupled: Loshchilov & Hutter 2019) applies to matrices only. Biases and norms, which
-    have fewer than two dimensions, are not decayed. Each group has `lr_factor`, by which the schedule's learning rate
-    is multiplied. It is 1, or adapter.loraplus_lr_ratio for LoRA's B matrices (LoRA+: Hayou et al. 2024).
+    The class depends on the recipe: `AdamWBf16` for precision bf16_pure, `AdamW8bit` for optimizer adamw_8bit,
+    `CountingSGD` for sgd, else torch's AdamW. Weight decay applies to matrices and kernels of convolutions only
+    (AdamW: decoupled, Loshchilov & Hutter 2019; SGD: a part of the gradient). Biases and norms, which have fewer than
+    two dimensions, are not decayed. Each group has `lr_factor`, by which the schedule's learning rate is multiplied.
+    It is 1, or adapter.loraplus_lr_ratio for LoRA's B matrices (LoRA+: Hayou et al. 2024).
 
     Args:
         model: The model, not yet prepared.
@@ -42,6 +44,11 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimiz
             group = {"params": [], "weight_decay": decay, "lr": section.learning_rate * factor, "lr_factor": factor}
             group |= {"kinds": KINDS} if is_packed else {}
             groups.setdefault((decay, factor, is_packed), group)["params"].append(parameter)
+    if section.name == "sgd":
+        from ftcli.training.optim.sgd import CountingSGD
+
+        how = {"lr": section.learning_rate, "momentum": section.momentum, "nesterov": section.nesterov}
+        return CountingSGD(list(groups.values()), **how)
     options: dict[str, Any] = {
         "lr": section.learning_rate,
         "betas": (section.betas[0], section.betas[1]),
@@ -57,11 +64,16 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimiz
     return torch.optim.AdamW(list(groups.values()), fused=fused, **options)
 
 
+def is_decayed(shape: Sequence[int]) -> bool:
+    """Return whether weight decay applies to a parameter with this whole shape: not to biases and norms."""
+    return len(shape) >= 2
+
+
 def _settings(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:
     """Return (weight decay, factor of the learning rate) of one parameter."""
     from ftcli.models.structure import full_shape
 
     ratio = recipe.adapter.loraplus_lr_ratio
-    decay = recipe.optimizer.weight_decay if len(full_shape(parameter)) >= 2 else 0.0
+    decay = recipe.optimizer.weight_decay if is_decayed(full_shape(parameter)) else 0.0
     is_b = ".lora_B." in name or ".lora_embedding_B." in name
     return decay, ratio if ratio is not None and is_b else 1.0

@@ -36,6 +36,7 @@ STREAMS = {"data": {**SFT["data"], "streaming": True}}
 PACKS = {"data": {**SFT["data"], "packing": True}}
 SKIPS = {"faults": {"non_finite": "skip"}}
 PUSHES = {"hub": {"push": "somebody/model"}}
+MOMENTUM = {"optimizer": {"name": "sgd"}}
 NONE = {"adapter": {"type": "none"}}
 
 # key -> values, what makes them idle, and what gives them an effect
@@ -51,6 +52,10 @@ DEPENDENT: dict[str, tuple[list[Any], Values, Values]] = {
     "adapter.loraplus_lr_ratio": ([16.0], NONE, LORA),
     "adapter.path": (["adapter"], NONE, LORA),
     "model.dtype": (["bfloat16"], {}, LORA),
+    "optimizer.betas": ([[0.8, 0.99]], MOMENTUM, {}),
+    "optimizer.eps": ([1e-6], MOMENTUM, {}),
+    "optimizer.momentum": ([0.5, 0.0], {}, MOMENTUM),
+    "optimizer.nesterov": ([True], {}, MOMENTUM),
     "schedule.min_ratio": ([0.1], {"schedule": {"name": "constant"}}, {"schedule": {"name": "cosine"}}),
     "evaluate.every_steps": ([5], {}, EVALUATES),
     "evaluate.at_start": ([True], {}, EVALUATES),
@@ -87,7 +92,7 @@ ALWAYS = {
     *("adapter.type", "data.train", "data.max_bad_rows", "data.packing", "data.streaming", "data.workers"),
     *(f"data.{split}.{key}" for split in ("train", "eval") for key in ("path", "label", "columns", "max_rows")),
     *("data.train.weight", "batch.global_size", "batch.micro_size", "train.max_minutes"),
-    *(f"optimizer.{key}" for key in ("name", "learning_rate", "weight_decay", "betas", "eps", "max_grad_norm")),
+    *(f"optimizer.{key}" for key in ("name", "learning_rate", "weight_decay", "max_grad_norm")),
     *("schedule.name", "schedule.warmup_steps", "evaluate.generate"),
     *(f"evaluate.generate.{key}" for key in ("prompts", "file", "max_new_tokens", "temperature")),
     *("checkpoint.every_steps", "checkpoint.keep", "checkpoint.background"),

@@ -117,8 +117,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_faults(self) -> Recipe:
         policy = self.faults.non_finite
-        if policy == "skip" and self.model.batch_norm == "train":
-            raise ValueError("faults.non_finite: skip cannot undo what a step did to batch_norm: train; use rollback")
+        if policy == "skip" and (mode := self.model.batch_norm) != "frozen":
+            raise ValueError(f"faults.non_finite: skip cannot undo what a step did to batch_norm: {mode}; use rollback")
         if policy == "rollback" and self.checkpoint.every_steps is None:
             raise ValueError("faults.non_finite: rollback needs checkpoints: set checkpoint.every_steps")
         return self
@@ -144,6 +144,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_batch_norm(self) -> Recipe:
-        if self.model.batch_norm == "train" and not self.data.drop_last:
-            raise ValueError("data.drop_last: false pads the last step, and batch_norm: train would count the padding")
+        mode = self.model.batch_norm
+        if mode != "frozen" and not self.data.drop_last:
+            message = f"data.drop_last: false pads the last step, and batch_norm: {mode} would count the padding"
+            raise ValueError(message)
         return self

@@ -59,10 +59,12 @@ class Model(Section):
         description="Sets every dropout probability of the model's configuration; absent: the model's own. "
         "Above 0 a run is reproducible only on the same profile, number of processes and micro size.",
     )
-    batch_norm: Literal["frozen", "train"] = Field(
+    batch_norm: Literal["frozen", "train", "sync"] = Field(
         "frozen",
-        description="frozen: statistics of batch normalisation stay as loaded; train: they are updated from the rows "
-        "of each process, and the loss then depends on the hardware.",
+        description="Statistics of batch normalisation. frozen: as loaded. train: those of the rows of one forward "
+        "pass of a process; the curve then depends on batch.micro_size. sync: those of one forward pass of all "
+        "processes; without accumulation the curve is then the same on any number of processes. Running statistics "
+        "of train and sync are updated, evaluated and exported.",
     )
     quantization: Quantization | None = Field(
         None,

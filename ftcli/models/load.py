@@ -115,8 +115,6 @@ def load_model(
     heads = sorted({name.rpartition(".")[0] for name in new})
     _check_architecture(model, new, section.name, new_head=new_head)
     _check_causal(model, section.name)
-    if recipe.model.batch_norm == "frozen":
-        freeze_batch_norm(model)
     for name in heads:
         _initialise_module(model, name, recipe.seed)
     if not is_trained:
@@ -242,17 +240,6 @@ def _dropout_keys(config: Any) -> list[tuple[Any, str]]:
         and not isinstance(value, bool)
         and ("dropout" in key or "_pdrop" in key or "drop_path" in key)
     ]
-
-
-def freeze_batch_norm(model: nn.Module) -> None:
-    """Freeze the running statistics of every batch normalisation, even in training mode."""
-    import torch
-
-    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-    for module in model.modules():
-        if isinstance(module, kinds):
-            module.eval()
-            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
 
 
 def _check_architecture(model: nn.Module, new: list[str], name: str, *, new_head: bool) -> None:

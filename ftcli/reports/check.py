@@ -164,7 +164,7 @@ def check(
     plan, memory, short = _expect_passes(loaded, hardware, plan, cpu=cpu)
     facts = describe_formats(loaded) | commits | facts | memory
     notes += short
-    notes += [*_exactness_notes(loaded), *describe_dropped_rows(loaded, plan)]
+    notes += [*_exactness_notes(loaded, plan), *describe_dropped_rows(loaded, plan)]
     notes += [too_long] if too_long else []
     notes += _left_out_losses(loaded)
     notes += [] if data else recipe_notes(loaded)  # the survey of the rows has them too
@@ -294,13 +294,24 @@ def _expect_passes(
     return plan, {"memory": line.removeprefix("memory ")}, notes
 
 
-def _exactness_notes(recipe: Recipe) -> list[str]:
+def _exactness_notes(recipe: Recipe, plan: Plan) -> list[str]:
     """Return notes on settings that give different loss curves on different profiles."""
     notes = []
     if recipe.model.dropout or recipe.adapter.lora_dropout:
         notes.append("dropout above 0: exact only for the same profile, number of processes and micro size")
     elif recipe.model.dropout is None:
         notes.append("model.dropout is absent: the model's own dropout is used; set it to 0 for exactness")
-    if recipe.model.batch_norm == "train":
-        notes.append("batch_norm: train: the curve depends on how rows are divided between processes")
-    return notes
+    return notes + _batch_norm_notes(recipe, plan)
+
+
+def _batch_norm_notes(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return a note on what a curve with trained batch normalisation depends on."""
+    if (mode := recipe.model.batch_norm) == "frozen":
+        return []
+    rows = plan.micro_size * (plan.processes if mode == "sync" else 1)
+    start = f"batch_norm: {mode}: statistics are those of {rows} rows, of one forward pass"
+    if mode == "train":
+        return [f"{start} of a process: the curve depends on batch.micro_size"]
+    if plan.accumulation == 1:
+        return [f"{start} of all processes and of a whole step: exact on any number of processes without accumulation"]
+    return [f"{start} of all processes: the curve depends on batch.micro_size and the number of processes"]

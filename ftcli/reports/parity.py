@@ -304,8 +304,8 @@ def _inexactness_reasons(recipe: Recipe, dropout: float) -> list[str]:
     """Return why runs with other numbers of processes or micro-batch sizes cannot be equal."""
     limit = "loss, gradient norm and weights are compared only between runs with equal processes and micro-batches"
     reasons = [f"dropout is {dropout:g}: every process draws its own mask, so {limit}"] if dropout else []
-    if recipe.model.batch_norm == "train":
-        reasons.append(f"batch_norm: train: statistics are those of each micro-batch, so {limit}")
+    if (mode := recipe.model.batch_norm) != "frozen":
+        reasons.append(f"batch_norm: {mode}: statistics are those of each forward pass, so {limit}")
     return reasons
 
 

@@ -16,6 +16,7 @@ import torch
 
 from ftcli.config.profile import profile_of_process
 from ftcli.data.packing import lengths_of, row_capacity
+from ftcli.hardware.batch_norm import trained_norms
 from ftcli.models.architectures import architecture_of
 from ftcli.models.kernels.activation_checkpointing import can_recompute, enable_recomputation
 from ftcli.models.kernels.activation_offloading import offload_activations
@@ -35,6 +36,7 @@ from ftcli.models.memory_estimate import choose_mode, describe_estimate, estimat
 from ftcli.models.pass_budget import FULL_TOKENS, choose_budget, enough_tokens, pass_costs
 from ftcli.models.shape import ModelSize, Shape
 from ftcli.models.structure import base_model_of
+from ftcli.runtime.errors import InputError
 from ftcli.runtime.installed import is_installed
 from ftcli.training.batches.passes import PassRule
 from ftcli.training.pass_sizes import count_passes_of_run, largest_micro_batch
@@ -173,6 +175,9 @@ def choose_recomputation(
 
     Returns:
         What is computed again, and with `batch.micro_size: auto` how rows are divided into passes.
+
+    Raises:
+        InputError: The recipe asks for recomputation or for passes by tokens, which batch norm does not allow.
     """
     plan, rows, device_type = data.plan, data.rows, hardware.accelerator.device.type
     shares = profile_of_process(os.environ).shard_counts(plan.processes)
@@ -183,8 +188,8 @@ def choose_recomputation(
     sizes = ModelSize(max(trained), max(frozen), sizes.shape)  # ties and dtypes may not exist on every rank yet
     kind = getattr(getattr(base_model_of(model), "config", None), "model_type", "unknown")
     has_liger = liger_problem(recipe, kind, on_gpu=device_type == "cuda") is None
-    able, capacity = can_recompute(model), min((size for size in capacities if size is not None), default=None)
-    how = {"can_recompute": able, "fused": compiled or has_liger, "compiled": compiled}
+    norms, capacity = any(trained_norms(model)), min((size for size in capacities if size is not None), default=None)
+    how = {"can_recompute": can_recompute(model) and not norms, "fused": compiled or has_liger, "compiled": compiled}
     if recipe.batch.micro_size == "auto" and data.sizes is not None:
         choice = _choose_passes(recipe, data, data.sizes, sizes, shares, capacity, device_type, how)
     else:
@@ -196,11 +201,28 @@ def choose_recomputation(
         if data.sizes is not None:
             by_number = PassRule(data.sizes, plan.processes, 0, is_flat)
             choice = replace(choice, notes=tuple(note_of_run(recipe, plan, rows, by_number, sizes.shape, device_type)))
+    if norms:
+        _check_batch_norm(recipe, choice)
     enable_recomputation(model, choice.mode)
     if recipe.model.activation_offloading:
         offload_activations(model)
         choice = replace(choice, memory_line=f"{choice.memory_line}; activations are offloaded to the host")
     return choice
+
+
+def _check_batch_norm(recipe: Recipe, choice: Recomputation) -> None:
+    """Check that nothing computes the statistics of trained batch norm twice, or over rows that are only padding."""
+    if choice.mode != "none":
+        raise InputError(
+            f"model.gradient_checkpointing: {choice.mode} computes layers twice, and model.batch_norm: "
+            f"{recipe.model.batch_norm} would update their statistics twice",
+            hint="set gradient_checkpointing to none, or batch_norm to frozen",
+        )
+    if choice.rule is not None:
+        raise InputError(
+            f"batch.micro_size: auto adds passes without rows, which model.batch_norm: {recipe.model.batch_norm} counts",
+            hint="set batch.micro_size to a number, or batch_norm to frozen",
+        )
 
 
 def _choose_passes(

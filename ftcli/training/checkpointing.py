@@ -34,6 +34,7 @@ from ftcli.checkpoint.tensor_files import (
 from ftcli.config.trust import stored_form
 from ftcli.data.fingerprints import FORMULA
 from ftcli.data.streaming.samples import stream_digests
+from ftcli.hardware.batch_norm import average_statistics
 from ftcli.runtime.checkpoint_names import STATE, checkpoint_path, step_of
 from ftcli.runtime.durable_files import make_folder, write_durably
 from ftcli.runtime.environment import package_versions
@@ -82,13 +83,12 @@ def save_checkpoint(
     if not run.guard.check_previous_step():
         return None
     if step != run.position:
-        raise InputError(
-            f"save_checkpoint was called for step {step}, but the run has done {run.position} steps",
-            hint="pass step.number",
-        )
+        message = f"save_checkpoint was called for step {step}, but the run has done {run.position} steps"
+        raise InputError(message, hint="pass step.number")
     run.heartbeat.beat("saving", step)
     _check_metric(run, metrics)
     run.saving.wait()
+    average_statistics(run.hardware.unwrap(run.model), run.recipe.model.batch_norm, run.hardware.ranks)
     folder, state = checkpoint_path(run.folder.path, step), _state(run, step, metrics or {})
     live = split_into_files(run.hardware.state_shards(run.model, run.optimizer))
     if background and _has_room(run):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ftcli.config.recipe_training import ANSWER_METRICS
+from ftcli.hardware.batch_norm import average_statistics
 from ftcli.inference.answers import Answer, EncodedPrompt, build_answer, check_prompt_lengths
 from ftcli.inference.decode import PADDING_ROW, SamplingOptions, decode, end_tokens, forward_names
 from ftcli.inference.prompts import recipe_prompts
@@ -50,6 +51,7 @@ def evaluate(run: Run) -> dict[str, float]:
     """
     if run.eval_loader is None or run.rows.eval is None:
         raise InputError("the recipe has no evaluation rows", hint="set data.eval or data.eval_rows")
+    average_statistics(run.hardware.unwrap(run.model), run.recipe.model.batch_norm, run.hardware.ranks)
     run.model.eval()
     collected: dict[str, list[np.ndarray]] = {}
     with torch.no_grad():

@@ -12,6 +12,7 @@ from ftcli.checkpoint.final import PROBE, last_metrics, model_card, write_model
 from ftcli.checkpoint.foreign_files import remove_rewritten, set_aside
 from ftcli.checkpoint.hf_shards import WEIGHT_NAMES
 from ftcli.checkpoint.task_errors import explain_task_errors, task_frame
+from ftcli.hardware.batch_norm import average_statistics
 from ftcli.models.adapter_folder import write_adapter
 from ftcli.models.own_model import probe_tensor
 from ftcli.models.trained_on import write_trained_on
@@ -47,6 +48,7 @@ def save_final(run: Run) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    average_statistics(run.hardware.unwrap(run.model), run.recipe.model.batch_norm, run.hardware.ranks)
     # An adapter of a quantised model is exported for the unquantised model, whose logits differ.
     probe = probe_of(run) if run.recipe.model.quantization is None else None
     temporary = run.folder.path / "final.tmp"

@@ -323,6 +323,8 @@ def _remedies(run: Run) -> list[str]:
     most = plan.micro_size if plan.passes is None else rows_per_step // 2 + 1
     sizes = [str(size) for size in range(1, most) if rows_per_step % size == 0]
     smaller = f"set batch.micro_size to {' or '.join(sizes)}: batch.global_size {plan.global_size} and the curve stay"
+    if (mode := run.recipe.model.batch_norm) != "frozen":
+        smaller += f", except for the statistics of model.batch_norm: {mode}, which are those of a forward pass"
     remedies = [smaller if sizes else "batch.micro_size is 1 row already"]
     if run.recomputed != "full":
         remedies.append("set model.gradient_checkpointing to full: less memory, more time, the same curve")

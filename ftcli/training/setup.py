@@ -269,6 +269,7 @@ def build_model(recipe: Recipe, data: PreparedData, weights: Path | None = None)
     Raises:
         InputError: The model cannot be loaded, or does not fit the prompts or the rows.
     """
+    from ftcli.hardware.batch_norm import set_batch_norm
     from ftcli.hardware.requested_backend import load_whole_weights, read_weights
     from ftcli.models.adapters import add_adapter
     from ftcli.models.kernels.padding_masks import replace_mask_functions
@@ -285,6 +286,7 @@ def build_model(recipe: Recipe, data: PreparedData, weights: Path | None = None)
     with load_whole_weights():
         model = add_adapter(model, recipe, keep=heads, task_type=data.task.peft_type, weights=weights)
     data.task.finish_model(model)
+    data.rows.log_lines.extend(set_batch_norm(model, recipe.model.batch_norm))
     freeze_unreached(model, recipe)
     replace_mask_functions(model)
     model.train()

@@ -28,7 +28,7 @@ def trained(make_inputs: MakeInputs) -> Launch:
 
     def launch(profile: str) -> list[dict[str, Any]]:
         if profile not in done:
-            names = [*CELLS, "pretrain", *WITH_TOWER]
+            names = [*CELLS, "pretrain", "resnet-train", *WITH_TOWER]
             done[profile] = run_on_cpu(train_cells, folder, names, processes=PROCESSES.get(profile, 2), profile=profile)
         return done[profile]
 

@@ -203,10 +203,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "regression-lora": ("grades.jsonl", {"problem_type": "regression"}),
     "image-weights": ("images", {"class_weights": "balanced", "label_smoothing": 0.1}),
 }
-# name -> sections with other keys
+# name -> sections with other keys. Without accumulation, sync has the same rows in a forward pass everywhere.
 SGD = {"name": "sgd", "nesterov": True, "learning_rate": 0.05}
 SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "resnet": {"optimizer": SGD},
+    "resnet-sync": {"optimizer": SGD, "model": {"batch_norm": "sync"}, "batch": {"micro_size": 12}},
+    "resnet-train": {"optimizer": SGD, "model": {"batch_norm": "train"}},
 }
 LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
 CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -221,10 +223,12 @@ CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("image_classification", "vit", {}),
     "mobilenet": ("image_classification", "mobilenet", {}),
     "resnet": ("image_classification", "resnet", {}),
+    "resnet-sync": ("image_classification", "resnet", {}),
 }
 # Trained and exported just as others are, so not in every matrix.
 FURTHER_CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pretrain": ("pretrain", "tied", {}),
+    "resnet-train": ("image_classification", "resnet", {}),
     "sft-terms": ("sft", "tied", {}),
     "class-weights": ("text_classification", "encoder", {}),
     "multi-label": ("text_classification", "encoder", {}),
@@ -297,6 +301,7 @@ def train_recipe(
         "insides": insides,
         "rows": rows,
         "eval": evaluate(run),
+        "statistics": {n: b.tolist() for n, b in run.model.named_buffers() if n.endswith(("_mean", "_var"))},
         "type": run.hardware.distributed_type,
         "offloads": run.hardware.backend.offloads(run.hardware.accelerator),
         "fused": [group["fused"] for group in run.optimizer.param_groups],

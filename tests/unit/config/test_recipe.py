@@ -140,7 +140,8 @@ def test_load_recipe_reports_all_mistakes_in_file_order(recipe: Path) -> None:
         (
             "name: gpt2",
             "name: gpt2\n  batch_norm: frosen",
-            "4: model.batch_norm is 'frosen' (text), and must be one of frozen, train\n    did you mean 'frozen'?",
+            "4: model.batch_norm is 'frosen' (text), and must be one of frozen, train, sync\n"
+            "    did you mean 'frozen'?",
         ),
         (
             "1e-4",

@@ -1,0 +1,171 @@
+"""Batch normalisation in training: frozen statistics, those of one process, or those of all processes.
+
+    mode     normalised with, in training                 running statistics (evaluation, export)
+    frozen   the running statistics                       as loaded
+    train    the rows of one forward pass of a process    updated; the mean over the processes
+    sync     the rows of one forward pass of all          updated, equal on every process
+
+The formulas are those of Ioffe & Szegedy 2015 (arXiv 1502.03167). A forward pass under `no_grad`, such as the first
+pass of a loss, does not update the running statistics, because the same rows follow with gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import batch_norm
+
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.process import current_rank, world_size
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ftcli.hardware.collectives import Ranks
+
+
+KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+
+
+def set_batch_norm(model: nn.Module, mode: str) -> list[str]:
+    """Make every batch normalisation of a model train as the recipe says.
+
+    Args:
+        model: The model, not yet prepared.
+        mode: `model.batch_norm` of the recipe.
+
+    Returns:
+        One line for the log, or none for a model without batch normalisation.
+    """
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, KINDS)]
+    for name, module in norms:
+        if mode == "frozen":
+            module.eval()
+            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
+        else:
+            module.forward = partial(_forward, module, type(module).forward, name, mode)  # type: ignore[method-assign]
+    return [f"batch norm: {mode}, {len(norms)} layers"] if norms else []
+
+
+def trained_norms(model: nn.Module) -> Iterator[Any]:
+    """Yield the batch normalisations of a model whose running statistics are updated in training."""
+    for module in model.modules():
+        if getattr(getattr(module, "forward", None), "func", None) is _forward and module.running_mean is not None:
+            yield module
+
+
+@torch.no_grad()
+def average_statistics(model: nn.Module, mode: str, ranks: Ranks) -> None:
+    """Give every process the mean over the processes of all running statistics. A collective under mode `train`.
+
+    Under `train` each process updates them from its own rows. Evaluations and checkpoints need one set of values. The
+    update is linear, so the mean may be taken at any step.
+
+    Args:
+        model: The model without wrapper.
+        mode: `model.batch_norm` of the recipe.
+        ranks: The processes of the run.
+    """
+    if mode != "train" or ranks.world == 1:
+        return
+    values = [v for module in trained_norms(model) for v in (module.running_mean, module.running_var)]
+    if values:
+        means = ranks.sum_on_device(torch.cat([value.float() for value in values])) / ranks.world
+        for value, mean in zip(values, means.split([len(value) for value in values]), strict=True):
+            value.copy_(mean)
+
+
+def _forward(module: Any, forward: Any, name: str, mode: str, inputs: Tensor) -> Tensor:
+    """Normalise as `forward`, the method of the module's class, with the statistics of `mode`."""
+    if not module.training:
+        result: Tensor = forward(module, inputs)
+        return result
+    is_shared = mode == "sync" and world_size() > 1
+    if inputs.numel() == inputs.shape[1] and not is_shared:
+        raise InputError(
+            f"model.batch_norm: {mode}: {name} gets one value for each of {inputs.shape[1]} channels, "
+            f"from an input of shape {list(inputs.shape)}, and a single value has no variance",
+            hint="raise batch.micro_size, use larger images, or set model.batch_norm to frozen",
+        )
+    if is_shared:
+        return _forward_of_all(module, inputs)
+    if torch.is_grad_enabled():
+        result = forward(module, inputs)
+        return result
+    return batch_norm(inputs, None, None, module.weight, module.bias, training=True, eps=module.eps)
+
+
+def _forward_of_all(module: Any, inputs: Tensor) -> Tensor:
+    """Normalise with the statistics of all processes, and update the running statistics. A collective."""
+    # float32 weights let the kernel take 16-bit inputs; this copies nothing if they are float32 already.
+    weight, bias = (None if value is None else value.float() for value in (module.weight, module.bias))
+    output, mean, variance, count = _NormaliseOfAll.apply(inputs, weight, bias, module.eps)
+    if module.running_mean is not None and torch.is_grad_enabled():
+        with torch.no_grad():
+            module.num_batches_tracked.add_(1)
+            rate = 1.0 / module.num_batches_tracked if module.momentum is None else module.momentum
+            for running, value in ((module.running_mean, mean), (module.running_var, variance * count / (count - 1))):
+                running.copy_(torch.lerp(running.float(), value, rate))
+    result: Tensor = output
+    return result
+
+
+class _NormaliseOfAll(torch.autograd.Function):
+    """Batch normalisation with the mean and variance of all processes. Forward and backward are collectives.
+
+    With x' = (x - mean) / deviation and the sums over the N values of a channel on all processes, the gradient is
+
+        dx = weight / deviation * (dy - sum(dy) / N - x' * sum(dy * x') / N)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the normalised inputs, and mean `[C]`, variance `[C]` and number of values `[1]` of all processes."""
+        channels = inputs.shape[1]
+        variance, mean = torch.var_mean(inputs.float(), _dims(inputs), correction=0)
+        every = mean.new_zeros(world_size(), 2 * channels + 1)
+        every[current_rank()] = torch.cat([mean, variance, mean.new_full((1,), inputs.numel() // channels)])
+        dist.all_reduce(every)  # gathers; each process adds its row
+        means, variances, counts = every.split([channels, channels, 1], dim=1)
+        count = counts.sum(0)
+        mean = (means * counts).sum(0) / count
+        variance = ((variances + (means - mean).square()) * counts).sum(0) / count
+        ctx.save_for_backward(inputs, weight, mean, variance, count)
+        ctx.eps = eps
+        ctx.mark_non_differentiable(mean, variance, count)
+        return batch_norm(inputs, mean, variance, weight, bias, training=False, eps=eps), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients of inputs, weight and bias; those of weight and bias are sums over this process."""
+        inputs, weight, mean, variance, count = ctx.saved_tensors
+        scale = torch.ones_like(mean) if weight is None else weight
+        # The gradient with constant statistics, and the two sums of this process.
+        grad_inputs, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad.contiguous(), inputs, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+        )
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat([grad_weight, grad_bias])
+            dist.all_reduce(sums)
+            of_product, of_grad = sums.split(len(mean))
+            deviation = (variance + ctx.eps).rsqrt()
+            slope = _wide(scale * deviation.square() * of_product / count, inputs)
+            offset = _wide(scale * deviation * of_grad / count, inputs)
+            grad_inputs = (grad_inputs - (inputs - _wide(mean, inputs)) * slope - offset).to(inputs.dtype)
+        return grad_inputs, None if weight is None else grad_weight, None if weight is None else grad_bias, None
+
+
+def _dims(inputs: Tensor) -> list[int]:
+    """Return all dimensions but that of the channels."""
+    return [0, *range(2, inputs.ndim)]
+
+
+def _wide(values: Tensor, inputs: Tensor) -> Tensor:
+    """Return values of channels `[C]` in a shape that broadcasts to inputs `[B, C, ...]`."""
+    return values.view(1, -1, *[1] * (inputs.ndim - 2))

@@ -1,0 +1,148 @@
+"""What becomes of batch norm on one process, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ftcli
+from ftcli.hardware.batch_norm import set_batch_norm, trained_norms
+from ftcli.runtime.errors import InputError
+from ftcli.testing import save_tiny_resnet
+from ftcli.training.resume import recipe_changes
+
+from ...support.cells import cell
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Linear(2, 2), nn.BatchNorm2d(4)).train()
+
+
+@pytest.mark.parametrize("mode", ["frozen", "train", "sync"])
+def test_set_batch_norm_updates_statistics_unless_they_are_frozen(mode: str) -> None:
+    model = small()
+    assert set_batch_norm(model, mode) == [f"batch norm: {mode}, 2 layers"]
+    plain, inputs = small(), torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    plain.load_state_dict(model.state_dict())
+    model.train()
+    if mode == "frozen":
+        plain.eval()
+        assert not list(trained_norms(model))
+    assert torch.equal(model(inputs), plain(inputs))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+    before = [buffer.clone() for buffer in model.buffers()]
+    with torch.no_grad():
+        model(inputs)  # the first pass of a loss: its rows follow with gradient
+    assert all(map(torch.equal, model.buffers(), before))
+
+
+def test_set_batch_norm_of_a_model_without_it_logs_nothing() -> None:
+    assert set_batch_norm(nn.Linear(2, 2), "train") == []
+
+
+@pytest.mark.parametrize("mode", ["train", "sync"])
+def test_batch_norm_with_one_value_per_channel_names_key_and_layer(mode: str) -> None:
+    model = small()
+    set_batch_norm(model, mode)
+    with pytest.raises(InputError) as caught:
+        model[1](torch.ones(1, 4, 1, 1))
+    message = str(caught.value)
+    assert f"model.batch_norm: {mode}: 1 gets one value for each of 4 channels" in message
+    assert "[1, 4, 1, 1]" in message and "raise batch.micro_size" in message
+    model.eval()(torch.ones(1, 3, 1, 2))  # an evaluation takes one row
+
+
+def resnet(folder: Path, **changes: Any) -> Any:
+    """Return the recipe of a small ResNet on 17 images."""
+    from PIL import Image
+
+    for index in range(17):
+        path = folder / "images" / f"class {index % 2}" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (index * 9, 100 * (index % 2), 0)).save(path)
+    if not (folder / "resnet").exists():
+        save_tiny_resnet(folder / "resnet")
+    return cell(folder, "resnet-train", **changes)
+
+
+def test_prepare_with_recomputed_and_trained_batch_norm_is_refused(tmp_path: Path) -> None:
+    from transformers import MobileViTConfig, MobileViTForImageClassification
+
+    sizes = {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 4, 4, 4, 4, 8], "image_size": 32}
+    MobileViTForImageClassification(MobileViTConfig(**sizes)).save_pretrained(tmp_path / "mobilevit")
+    recipe = resnet(tmp_path)
+    (tmp_path / "mobilevit" / "preprocessor_config.json").write_bytes(
+        (tmp_path / "resnet" / "preprocessor_config.json").read_bytes()
+    )
+    changes = {"name": str(tmp_path / "mobilevit"), "gradient_checkpointing": "full"}
+    section = recipe.model.model_copy(update=changes)
+    with pytest.raises(InputError) as caught:
+        ftcli.prepare(recipe.model_copy(update={"model": section}), cpu=True)
+    assert "model.gradient_checkpointing: full computes layers twice" in str(caught.value)
+    assert "set gradient_checkpointing to none, or batch_norm to frozen" in str(caught.value)
+
+
+# Adds a layer to the model that was loaded.
+ADDS_A_NORM = """
+from ftcli.tasks.image_classification import Options
+from ftcli.tasks.image_classification import Task as Whole
+
+
+class Task(Whole):
+    def finish_model(self, model):
+        import torch
+
+        model.added = torch.nn.BatchNorm1d(3)
+"""
+
+
+def test_prepare_freezes_batch_norm_of_a_layer_that_a_task_adds(tmp_path: Path) -> None:
+    recipe = resnet(tmp_path, model={"name": str(tmp_path / "resnet"), "dropout": 0.0})
+    (tmp_path / "adds.py").write_text(ADDS_A_NORM)
+    run = ftcli.prepare(recipe.model_copy(update={"task": str(tmp_path / "adds.py")}), cpu=True)
+    run.model.train()
+    assert "batch norm: frozen, 13 layers" in run.rows.log_lines
+    assert not [module for module in run.model.modules() if isinstance(module, nn.BatchNorm1d) and module.training]
+
+
+def test_recipe_changes_of_the_micro_size_affect_a_curve_with_trained_statistics(tmp_path: Path) -> None:
+    before, after = resnet(tmp_path), resnet(tmp_path, batch={"global_size": 12, "micro_size": 4})
+    state = {"recipe": before.model_dump(mode="json"), "step": 1, "data": {"rows": 12}}
+    changes, _ = recipe_changes(state, after)
+    assert changes == ["batch.micro_size: 3 -> 4"]
+    frozen = [
+        recipe.model_copy(update={"model": recipe.model.model_copy(update={"batch_norm": "frozen"})})
+        for recipe in (before, after)
+    ]
+    state["recipe"] = frozen[0].model_dump(mode="json")
+    assert recipe_changes(state, frozen[1])[0] == []
+
+
+def test_check_states_on_what_a_trained_batch_norm_depends(tmp_path: Path) -> None:
+    import yaml
+
+    path, text = tmp_path / "r.yaml", {}
+    for mode, micro in (("train", 3), ("sync", 3), ("sync", 12), ("frozen", 3)):
+        recipe = resnet(tmp_path)
+        values = recipe.model_dump(mode="json")
+        values["model"]["batch_norm"], values["batch"]["micro_size"] = mode, micro
+        path.write_text(yaml.safe_dump(values))
+        report = ftcli.check(path, cpu=True)
+        text[mode, micro] = [note for note in report.notes if note.startswith("batch_norm")]
+        assert (
+            report.facts["optimizer"]
+            == "sgd, momentum 0.9, nesterov; weight decay 0.1 on 12 tensors, none on 24 biases and norms"
+        )
+    assert text["frozen", 3] == []
+    assert text["train", 3] == [
+        "batch_norm: train: statistics are those of 3 rows, of one forward pass of a process: "
+        "the curve depends on batch.micro_size"
+    ]
+    assert text["sync", 3][0].endswith(
+        "of all processes: the curve depends on batch.micro_size and the number of processes"
+    )
+    assert text["sync", 12][0].endswith("exact on any number of processes without accumulation")

@@ -71,14 +71,22 @@ def recipe_reference() -> str:
     """Return the reference page as Markdown: every key with its type, default and meaning."""
     schema = Recipe.model_json_schema()
     lines = [*_HEAD.splitlines(), "", "## Top level", "", *_table(schema, schema)]
-    for key, node, section in _sections(schema, schema, ""):
-        description = node.get("description") or section.get("description", "")
-        lines += ["", f"## {key}", "", description, "", *_table(section, schema, f"{key}.")]
+    lines += _section_tables(schema)
     for task in list_tasks():
         options = find_task(task).Options.model_json_schema()
         lines += ["", f"## task_options of {task}", ""]
         lines += _table(options, options, "task_options.") if options.get("properties") else ["None."]
+        lines += _section_tables(options, "task_options.")
     return "\n".join(lines) + "\n"
+
+
+def _section_tables(schema: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the headings and tables of all sections below the top level of a schema."""
+    lines = []
+    for key, node, section in _sections(schema, schema, prefix):
+        description = node.get("description") or section.get("description", "")
+        lines += ["", f"## {key}", "", description, "", *_table(section, schema, f"{key}.")]
+    return lines
 
 
 def _sections(

@@ -219,7 +219,7 @@ def first_epoch(prepared: Prepared) -> NDArray[np.int64]:
         steps_per_epoch=steps,
         **({} if lengths is None else {"lengths": lengths}),
     )
-    return np.array([[index for _, index in step] for step in order], np.int64)
+    return np.array([[key[1] for key in step] for step in order], np.int64)
 
 
 def _overlap(measures: dict[str, Measures]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 Images are processed by the model's Hugging Face image processor with the Pillow backend, so pixels do not depend on
 torchvision. They are RGB with 8 bits, rotated as their Exif data require; 16-bit pixels are scaled. Every image is
-decoded once when rows are prepared, so that a broken image is reported then (`data.max_bad_rows`).
+decoded once when rows are prepared, so that a broken image is reported then (`data.max_bad_rows`). Random changes of
+training images follow from (seed, epoch, row) and are made where rows are collated, in loader processes with
+`data.workers`.
 Shapes: B rows, C labels.
 """
 
@@ -11,16 +13,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
 from ftcli.runtime.errors import InputError, RowError
-from ftcli.runtime.seeds import seed_of
 from ftcli.tasks.protocol import Batch, Row
+from ftcli.tasks.shared.augmentation import Augmentation, AugmentationOptions
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
 from ftcli.tasks.shared.images import check_image, disable_decoding, find_image, load_image, read_size
-from ftcli.tasks.shared.label_options import LabelOptions, option
+from ftcli.tasks.shared.label_options import REGRESSION, LabelOptions, option
 from ftcli.tasks.shared.problem_types import (
     blank_target,
     collate_targets,
@@ -40,12 +41,8 @@ if TYPE_CHECKING:
     from ftcli.tasks.protocol import Span
 
 
-class Options(LabelOptions):
+class Options(AugmentationOptions, LabelOptions):
     """Keys of task_options for image_classification."""
-
-    flip: float = Field(
-        0.0, ge=0, le=1, description="Probability of mirroring a training image, drawn from (seed, epoch, row)."
-    )
 
 
 class Task:
@@ -78,6 +75,31 @@ class Task:
         if self.problem.terms is not None:  # other modules look for this attribute
             self.terms = self.problem.terms
         self.processor = load_image_processor(recipe.model)
+        self.has_partners = bool(getattr(options, "mixup", None) or getattr(options, "cutmix", None))
+        if self.has_partners:
+            self._check_partners()
+
+    def _check_partners(self) -> None:
+        """Raise `InputError` where rows cannot be mixed."""
+        name = "mixup" if getattr(self.options, "mixup", None) else "cutmix"
+        if self.recipe.batch.global_size == 1:
+            raise InputError(
+                f"task_options.{name} mixes rows of a step, and batch.global_size is 1",
+                hint=f"raise batch.global_size, or delete {name}",
+            )
+        if self.problem_type == REGRESSION:
+            raise InputError(f"task_options.{name} mixes classes, and problem_type is regression", hint="delete it")
+
+    @cached_property
+    def augmentation(self) -> Augmentation:
+        """The random changes of training images, to the size that the processor gives an image."""
+        from PIL import Image
+
+        height, width = self.processor([Image.new("RGB", (64, 64))], return_tensors="np")["pixel_values"].shape[2:]
+        resample = getattr(self.processor, "resample", None)
+        resample = int(Image.Resampling.BILINEAR if resample is None else resample)
+        mean = list(getattr(self.processor, "image_mean", None) or [0.5] * 3)
+        return Augmentation(self.options, self.recipe.seed, (height, width), resample, mean)
 
     def fingerprint(self) -> str:
         """Return a constant digest, because prepared rows contain encoded images and pixels are computed per batch."""
@@ -138,33 +160,66 @@ class Task:
         return row | {"target": blank_target(row["target"]), "items": 0}
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return `pixel_values` `[B, channels, height, width]` float32 and `targets` `[B]` int64, on the host."""
+        """Return `pixel_values` `[B, channels, height, width]` float32 and `targets` `[B]` int64, on the host.
+
+        With mixup or cutmix, training rows also have `partner_targets` and `shares` `[B]` float32 of their own losses.
+        """
+        import torch
+
+        partners = [row.get("partner") or row for row in rows] if any("partner" in row for row in rows) else []
+        pixels = self._pixels([*rows, *partners])
+        batch = {"pixel_values": pixels[: len(rows)], "targets": collate_targets(rows)}
+        if not partners:
+            return batch
+        mixed, shares = list(batch["pixel_values"]), [1.0] * len(rows)
+        for index, row in enumerate(rows):
+            if row.get("partner"):
+                own, other = pixels[index], pixels[len(rows) + index]
+                mixed[index], shares[index] = self.augmentation.mix(own, other, row["epoch"], row["id"])
+        of_partners = {"partner_targets": collate_targets(partners), "shares": torch.tensor(shares)}
+        return batch | {"pixel_values": torch.stack(mixed)} | of_partners
+
+    def _pixels(self, rows: list[Row]) -> Tensor:
+        """Return the pixels of rows `[B, channels, height, width]`, changed at random in training."""
         images = [self._image(row) for row in rows]
-        return {
-            "pixel_values": self.processor(images, return_tensors="pt")["pixel_values"],
-            "targets": collate_targets(rows),
-        }
+        how = {}
+        if rows[0]["training"] and self.augmentation.crop_scale is not None:  # they have the model's size already
+            keys = ("do_resize", "do_center_crop")
+            how = {key: False for key in keys if getattr(self.processor, key, None) is not None}
+        pixels: Tensor = self.processor(images, return_tensors="pt", **how)["pixel_values"]
+        for index, row in enumerate(rows):
+            if row["training"] and self.augmentation.random_erasing:
+                self.augmentation.erase(pixels[index], row["epoch"], row["id"])
+        return pixels
 
     def _image(self, row: Row) -> Image:
-        """Return the decoded image of a row, randomly mirrored in training."""
-        from PIL import ImageOps
-
+        """Return the decoded image of a row, changed at random in training."""
         try:
             image = load_image(row["path"], row["bytes"])
         except RowError as error:  # the image was valid when rows were prepared
             raise InputError(
                 str(error), hint="restore the image: files must not change while a run reads them"
             ) from error
-        drawn = seed_of(self.recipe.seed, row["epoch"], row["id"]) / 2**63
-        return ImageOps.mirror(image) if row["training"] and drawn < self.options.flip else image
+        return self.augmentation.change(image, row["epoch"], row["id"]) if row["training"] else image
 
     def count(self, batch: Batch) -> int:
         """Return the number of rows that are not padding."""
         return int(is_real(batch["targets"]).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Return the loss of each row `[B]` float32, 0 for padding; or both terms of a smoothed one."""
-        return self.problem.loss(model(pixel_values=batch["pixel_values"]).logits, batch["targets"])
+        """Return the loss of each row `[B]` float32, 0 for padding; or both terms of a smoothed one.
+
+        The loss of a mixed row is `share * own loss + (1 - share) * loss with the partner's target`.
+        """
+        logits = model(pixel_values=batch["pixel_values"]).logits
+        own = self.problem.loss(logits, batch["targets"])
+        if "shares" not in batch:
+            return own
+        other, shares = self.problem.loss(logits, batch["partner_targets"]), batch["shares"]
+        if isinstance(own, dict) and isinstance(other, dict):
+            return {name: own[name] * shares + other[name] * (1 - shares) for name in own}
+        mixed: Tensor = own * shares + other * (1 - shares)
+        return mixed
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return loss and items `[B]`, and target and prediction, `[B]` or `[B, C]`."""

@@ -80,8 +80,7 @@ class Task(Protocol):
     **First pass.** A loss may depend on all rows of a step, for instance a contrastive loss. The task then has
     `first_pass(model, batch)`, which returns values by row, `[B, ...]` by name, and its loss is
     `loss(model, batch, seen)`, with a `Seen`. The first pass runs under `no_grad` over all micro-batches of a step,
-    before the first gradient. Both passes over a micro-batch have the same dropout masks. The first pass takes one more
-    forward pass.
+    before the first gradient. Both passes over a micro-batch have the same dropout masks.
 
     **Derived columns.** `derive(model, batch)` returns new columns, `[B, ...]` by name, for instance log-probabilities
     under the initial weights. They are computed once for all rows before training, without gradient and in evaluation
@@ -110,6 +109,7 @@ class Task(Protocol):
     columns: tuple[str, ...]  # required columns of a row; empty: the task recognises several formats
     # Optional: file_columns: tuple[str, ...], columns of prepared rows with paths of files that `collate` reads. The
     # contents of these files are part of the data fingerprint, their sizes and times are part of the cache key.
+    # Optional: has_partners: bool; training rows of `collate` then have `partner`, the next row of the step, or None.
     # Optional: text_columns: tuple[str, ...], columns whose fields stay text in a table (.csv, .tsv), even digits.
     # Optional: metric_names: tuple[str, ...], the keys of `metrics`; another metric in a recipe is an error.
     # Optional: the attributes of `TaskProperties` below, which other modules read without importing torch.

@@ -218,9 +218,10 @@ def _check_batch_norm(recipe: Recipe, choice: Recomputation) -> None:
             f"{recipe.model.batch_norm} would update their statistics twice",
             hint="set gradient_checkpointing to none, or batch_norm to frozen",
         )
-    if choice.rule is not None:
+    if choice.passes is not None:
         raise InputError(
-            f"batch.micro_size: auto adds passes without rows, which model.batch_norm: {recipe.model.batch_norm} counts",
+            "batch.micro_size: auto adds forward passes without rows, which would count in the statistics of "
+            f"model.batch_norm: {recipe.model.batch_norm}",
             hint="set batch.micro_size to a number, or batch_norm to frozen",
         )
 

@@ -26,7 +26,13 @@ MOST_STEPS = 1024  # whose passes are counted: the first, and of a longer run as
 
 
 def order_of(
-    recipe: Recipe, plan: Plan, rows: PreparedRows, *, first_step: int = 0, passes: PassRule | None = None
+    recipe: Recipe,
+    plan: Plan,
+    rows: PreparedRows,
+    *,
+    first_step: int = 0,
+    passes: PassRule | None = None,
+    partners: bool = False,
 ) -> TrainOrder:
     """Return the order of the training rows.
 
@@ -36,6 +42,7 @@ def order_of(
         rows: The rows of the run, no stream.
         first_step: Number of steps that are done.
         passes: How rows are divided into passes; None: by number.
+        partners: Whether each key also names another row of the step.
     """
     assert rows.train_rows is not None and plan.steps is not None and plan.steps_per_epoch is not None
     return TrainOrder(
@@ -48,6 +55,7 @@ def order_of(
         steps_per_epoch=plan.steps_per_epoch,
         lengths=rows.lengths,
         divide=None if passes is None else passes.divide,
+        partners=partners,
     )
 
 

@@ -194,6 +194,8 @@ def _with_sections(values: dict[str, Any], sections: dict[str, Any]) -> dict[str
     return values | {key: {**values[key], **section} for key, section in sections.items()}
 
 
+MIXED = {"flip": 0.5, "crop_scale": [0.5, 1.0], "color_jitter": 0.2, "rand_augment": {"magnitude": 3}}
+MIXED |= {"random_erasing": 0.2, "mixup": 0.2, "cutmix": 0.5, "label_smoothing": 0.1}
 # name -> (file of rows, task_options)
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft-terms": ("weighted_chats.jsonl", {"label_smoothing": 0.1, "z_loss": 0.01}),
@@ -201,6 +203,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "multi-label": ("tags.jsonl", {"problem_type": "multi_label_classification"}),
     "regression": ("grades.jsonl", {"problem_type": "regression"}),
     "regression-lora": ("grades.jsonl", {"problem_type": "regression"}),
+    "vit-mixed": ("images", MIXED),
     "image-weights": ("images", {"class_weights": "balanced", "label_smoothing": 0.1}),
 }
 # name -> sections with other keys. Without accumulation, sync has the same rows in a forward pass everywhere.
@@ -221,6 +224,7 @@ CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "text": ("text_classification", "encoder", {}),
     "text-lora": ("text_classification", "encoder", LORA),
     "vit": ("image_classification", "vit", {}),
+    "vit-mixed": ("image_classification", "vit", {}),
     "mobilenet": ("image_classification", "mobilenet", {}),
     "resnet": ("image_classification", "resnet", {}),
     "resnet-sync": ("image_classification", "resnet", {}),

@@ -34,6 +34,9 @@ class WithTask:
 class Rows(WithTask):
     """Map-style data set of prepared rows. A key is (epoch, index), an item is the list of the row's documents.
 
+    With a third number, the index of another row of the step, the row has that row as `partner`. It is None if the two
+    are one, or if one of them is excluded.
+
     A document is a dictionary. A packed row has several documents, any other row one. Excluded documents, and rows that
     fill up a micro-batch, are blank: they keep their shape and do not contribute to the loss.
 
@@ -65,10 +68,15 @@ class Rows(WithTask):
         return len(self.rows) if self.bins is None else len(self.bins)
 
     def __getitem__(self, key: Key) -> list[Row]:
-        epoch, index = key
+        epoch, index, *partner = key
         number = self.stand_in if index == PADDING else index
         documents = [number] if self.bins is None or index == PADDING else self.bins[index]
-        return [self._document(number, epoch, blank=index == PADDING) for number in documents]
+        rows = [self._document(number, epoch, blank=index == PADDING) for number in documents]
+        if partner:
+            other = self._document(partner[0], epoch, blank=False)
+            is_mixed = partner[0] != index and PADDING not in (rows[0]["id"], other["id"])
+            rows[0]["partner"] = other if is_mixed else None
+        return rows
 
     def _document(self, number: int, epoch: int, *, blank: bool) -> Row:
         row = self.rows[number] | {"epoch": epoch, "training": self.training}

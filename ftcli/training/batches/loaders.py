@@ -100,5 +100,6 @@ def build_loaders(
 
         assert hardware is not None
         return Loaders(build_stream(recipe, plan, task, rows.facts, hardware.ranks, excluded), evaluation, None)
-    train_order = order_of(recipe, plan, rows, first_step=first_step, passes=data.passes)
+    partners = getattr(task, "has_partners", False)
+    train_order = order_of(recipe, plan, rows, first_step=first_step, passes=data.passes, partners=partners)
     return Loaders(loader(rows.train, train_order, training=True), evaluation, train_order)

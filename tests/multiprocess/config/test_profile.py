@@ -105,15 +105,19 @@ def test_train_on_one_process_lowers_the_loss_and_changes_the_weights(single: di
 @pytest.mark.parametrize("micro", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_micro_size_does_not_change_the_curve(micro: int, inputs: Path, single: dict[str, Any]) -> None:
     changed = {"batch": {"global_size": 12, "micro_size": micro}}
-    ranks = run_on_cpu(train_cells, inputs, ["sft-tied"], changed, processes=3, profile="ddp")
-    assert_same_curve(single["sft-tied"], ranks[0]["sft-tied"])
+    names = ["sft-tied", "vit-mixed", "resnet"]
+    ranks = run_on_cpu(train_cells, inputs, names, changed, processes=3, profile="ddp")
+    for name in names:
+        assert_same_curve(single[name], ranks[0][name])
 
 
 @pytest.mark.slow
 def test_machine_hints_do_not_change_the_curve(inputs: Path, single: dict[str, Any]) -> None:
     data = {"train": {"path": str(inputs / "images")}, "eval_rows": 5, "workers": 2}
-    with_workers = run_on_cpu(train_cells, inputs, ["vit"], {"data": data}, processes=2, profile="ddp")[0]
-    assert_same_curve(single["vit"], with_workers["vit"])
+    names = ["vit", "vit-mixed"]
+    with_workers = run_on_cpu(train_cells, inputs, names, {"data": data}, processes=2, profile="ddp")[0]
+    for name in names:
+        assert_same_curve(single[name], with_workers[name])
     model = {"name": str(inputs / "tied"), "dropout": 0.0, "gradient_checkpointing": True}
     for name in ("sft-tied", "sft-lora"):
         recomputed = run_on_cpu(train_cells, inputs, [name], {"model": model}, processes=1, profile="single")[0]

@@ -1,0 +1,237 @@
+"""Random changes of images: functions of (seed, epoch, row), with the distributions of their papers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ftcli.config.load import load_recipe
+from ftcli.config.recipe import Recipe
+from ftcli.config.yaml_document import dump_document
+from ftcli.data.cache import prepare_rows
+from ftcli.data.sampler import TrainOrder
+from ftcli.runtime.errors import InputError
+from ftcli.tasks.build import build_task
+from ftcli.tasks.shared.augmentation import (
+    OPERATIONS,
+    Augmentation,
+    AugmentationOptions,
+    Draws,
+    RandAugment,
+    _random_part,
+)
+from ftcli.testing import save_tiny_vit
+from ftcli.training.batches.dataloaders import Collate, Rows
+
+from ....support.recipes import minimal_values
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8))
+ALL: dict[str, Any] = {
+    "flip": 0.5,
+    "crop_scale": [0.2, 1.0],
+    "color_jitter": 0.4,
+    "rand_augment": {"operations": 2, "magnitude": 7},
+    "random_erasing": 0.5,
+    "mixup": 0.2,
+    "cutmix": 1.0,
+}
+MODES = ("RGB", "L", "1", "P", "CMYK", "LA", "RGBA")
+
+
+def augmentation(**options: Any) -> Augmentation:
+    return Augmentation(AugmentationOptions(**options), 3, (16, 16), 2, [0.5, 0.5, 0.5])
+
+
+def test_change_of_an_image_depends_on_epoch_and_row_only() -> None:
+    one, two = augmentation(**ALL), augmentation(**ALL)
+    expected = {(epoch, row): np.asarray(one.change(NOISE, epoch, row)) for epoch in (0, 1) for row in range(6)}
+    for epoch, row in reversed(expected):
+        assert np.array_equal(np.asarray(two.change(NOISE, epoch, row)), expected[epoch, row])
+    assert len({value.tobytes() for value in expected.values()}) == len(expected)
+    other = Augmentation(AugmentationOptions(**ALL), 4, (16, 16), 2, [0.5] * 3)
+    assert any(not np.array_equal(np.asarray(other.change(NOISE, *key)), value) for key, value in expected.items())
+
+
+def test_change_without_options_returns_the_image() -> None:
+    assert augmentation().change(NOISE, 0, 0) is NOISE
+
+
+def test_random_part_has_the_share_and_the_ratio_that_are_asked_for() -> None:
+    shares, ratios = [], []
+    for row in range(300):
+        left, top, right, bottom = _random_part((400, 300), [0.08, 1.0], [3 / 4, 4 / 3], Draws(0, row))
+        assert 0 <= left < right <= 400 and 0 <= top < bottom <= 300
+        shares.append((right - left) * (bottom - top) / 120_000)
+        ratios.append((right - left) / (bottom - top))
+    assert 0.07 < min(shares) < 0.15 and 0.85 < max(shares) <= 1.0
+    assert 0.73 < min(ratios) < 0.8 and 1.25 < max(ratios) < 1.36
+
+
+@pytest.mark.parametrize("size", [(1, 1), (300, 2), (2, 300)])
+def test_random_part_of_a_narrow_image_is_inside_it(size: tuple[int, int]) -> None:
+    for row in range(20):
+        left, top, right, bottom = _random_part(size, [0.9, 1.0], [3 / 4, 4 / 3], Draws(0, row))
+        assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_draws_beta_has_mean_and_variance_of_the_distribution(alpha: float) -> None:
+    values = np.array([Draws(1, row).beta(alpha) for row in range(4000)])
+    assert abs(values.mean() - 0.5) < 0.02
+    assert values.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.05)
+
+
+@pytest.mark.parametrize("number", range(len(OPERATIONS)))
+def test_operation_of_rand_augment_keeps_the_size_and_does_nothing_at_magnitude_zero(number: int) -> None:
+    for size in ((1, 1), (300, 7)):
+        changed = OPERATIONS[number](Image.new("RGB", size, (90, 10, 200)), 1.0, -1, (128, 128, 128))
+        assert changed.size == size and changed.mode == "RGB"
+    unchanged = np.array_equal(np.asarray(OPERATIONS[number](NOISE, 0.0, 1, (0, 0, 0))), np.asarray(NOISE))
+    assert unchanged or number in (1, 2)  # autocontrast and equalize have no magnitude
+    if number:
+        assert not np.array_equal(np.asarray(OPERATIONS[number](NOISE, 1.0, 1, (0, 0, 0))), np.asarray(NOISE))
+
+
+def test_erase_sets_one_rectangle_of_some_images_to_the_mean() -> None:
+    shares = []
+    for row in range(200):
+        pixels = torch.ones(3, 32, 32)
+        augmentation(random_erasing=0.25).erase(pixels, 0, row)
+        erased = pixels[0] == 0
+        shares.append(float(erased.float().mean()))
+        if erased.any():
+            rows, columns = erased.any(1), erased.any(0)
+            assert erased.sum() == rows.sum() * columns.sum() and (pixels == pixels[0]).all()
+    assert 0.15 < np.mean([share > 0 for share in shares]) < 0.35
+    assert max(shares) < 0.4
+
+
+def test_mix_takes_pixels_and_loss_in_the_same_share() -> None:
+    own, other = torch.zeros(3, 16, 16), torch.ones(3, 16, 16)
+    mixup, cutmix, either = augmentation(mixup=0.4), augmentation(cutmix=1.0), augmentation(mixup=0.4, cutmix=1.0)
+    kinds = set()
+    for row in range(40):
+        mixed, share = mixup.mix(own, other, 0, row)
+        assert mixed.mean().item() == pytest.approx(1 - share, abs=1e-6)
+        mixed, share = cutmix.mix(own, other, 0, row)
+        assert mixed.mean().item() == pytest.approx(1 - share, abs=1e-6)
+        assert set(mixed.unique().tolist()) <= {0.0, 1.0}
+        mixed, share = either.mix(own, other, 0, row)
+        kinds.add(mixed.unique().numel() == 1 and 0 < share < 1)
+    assert kinds == {True, False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of many sizes and modes in three classes, one of them with one image, and a model."""
+    folder = tmp_path_factory.mktemp("images")
+    save_tiny_vit(folder / "vit")
+    draw = np.random.default_rng(1)
+    for index in range(15):
+        label = "once" if index == 14 else f"class {index % 2}"
+        (folder / "images" / label).mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(0, 255, (3 + 4 * index, 40 - index, 3), dtype=np.uint8)
+        mode = MODES[index % len(MODES)]
+        image = Image.fromarray(pixels).convert(mode if mode != "LA" else "L").convert(mode)
+        image.save(folder / "images" / label / f"{index}.{'tif' if mode == 'CMYK' else 'png'}")
+    return folder
+
+
+def recipe(folder: Path, rows: int = 6, **options: Any) -> Recipe:
+    sections = {"model": {"name": str(folder / "vit"), "dropout": 0.0}, "data": {"train": str(folder / "images")}}
+    values = minimal_values("image_classification", **sections, batch={"global_size": rows, "micro_size": rows})
+    return Recipe.model_validate(values | {"task_options": options})
+
+
+def batches(folder: Path, micro: int, **options: Any) -> dict[int, tuple[Any, ...]]:
+    """Return the pixels, targets and shares of every row of two epochs, by (epoch, id), at a micro size."""
+    task = build_task(recipe(folder, **options))
+    prepared = prepare_rows(task.recipe, task)  # type: ignore[attr-defined]
+    rows, collate = Rows(prepared.train, task, training=True), Collate(task)
+    sizes = {"global_size": 6, "micro_size": micro, "seed": 0, "first_step": 0, "steps": 6, "steps_per_epoch": 3}
+    found: dict[Any, tuple[Any, ...]] = {}
+    for keys in TrainOrder(len(rows), partners=bool(options.get("mixup")), **sizes):
+        batch = collate([rows[key] for key in keys])
+        ids = batch.pop("sample_ids").tolist()
+        for index, (key, number) in enumerate(zip(keys, ids, strict=True)):
+            if number >= 0:
+                found[key[0], number] = tuple(value[index] for value in batch.values())
+    return found
+
+
+def test_collate_of_all_changes_does_not_depend_on_the_micro_size(folder: Path) -> None:
+    expected, actual = batches(folder, 6, **ALL), batches(folder, 2, **ALL)
+    assert set(actual) == set(expected) and len(expected) == 30  # 15 rows in two epochs, the last step of 3 rows
+    assert all(torch.equal(a, b) for key in expected for a, b in zip(actual[key], expected[key], strict=True))
+    assert any(0 < float(values[3]) < 1 for values in expected.values())
+
+
+def test_loss_of_mixed_rows_is_the_share_of_both_losses(folder: Path) -> None:
+    task: Any = build_task(recipe(folder, mixup=1.0, label_smoothing=0.1, class_weights={"once": 3.0}))
+    prepared = prepare_rows(task.recipe, task)
+    model = task.load_model(prepared.facts, dtype=torch.float32)[0].eval()
+    rows = Rows(prepared.train, task, training=True)
+    batch = task.collate([rows[0, 0, 14][0], rows[0, 14, 14][0], rows[0, -1][0]])
+    assert batch["shares"].tolist()[1:] == [1.0, 1.0] and 0 < batch["shares"][0] < 1
+    logits = model(pixel_values=batch["pixel_values"]).logits
+    nll = -logits.log_softmax(-1)
+    own, other = nll[0, batch["targets"][0]], 3 * nll[0, batch["partner_targets"][0]]
+    share = batch["shares"][0]
+    losses = task.loss(model, batch)["nll"]
+    assert losses[0].item() == pytest.approx((share * own + (1 - share) * other).item(), rel=1e-5)
+    assert losses[1].item() == pytest.approx(3 * nll[1, batch["targets"][1]].item(), rel=1e-5)
+    assert losses[2] == 0 and task.count(batch) == 2
+
+
+def test_partner_of_an_excluded_row_is_none_and_has_no_loss(folder: Path) -> None:
+    task: Any = build_task(recipe(folder, mixup=1.0))
+    prepared = prepare_rows(task.recipe, task)
+    rows = Rows(prepared.train, task, training=True, excluded={prepared.train[1]["id"]})
+    assert rows[0, 0, 1][0]["partner"] is None and rows[0, 1, 2][0]["partner"] is None
+    assert rows[0, 2, 3][0]["partner"]["id"] == prepared.train[3]["id"]
+
+
+def test_collate_of_evaluation_rows_changes_nothing(folder: Path) -> None:
+    plain, changed = build_task(recipe(folder)), build_task(recipe(folder, **ALL))
+    prepared = prepare_rows(plain.recipe, plain)  # type: ignore[attr-defined]
+    first, second = (Collate(task)([Rows(prepared.train, task, training=False)[0, 3]]) for task in (plain, changed))
+    assert set(first) == set(second) and torch.equal(first["pixel_values"], second["pixel_values"])
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"crop_scale": [1.0, 0.1]}, "the first number is the least one"),
+    ({"crop_scale": [0.5, 1.5]}, "a part is at most 1, the whole image"),
+    ({"crop_ratio": [0.5, 2.0]}, "crop_ratio has no effect without crop_scale"),
+    ({"mixup": 1.5}, "mixup is 1.5, and must be a number, above 0 and at most 1"),
+    ({"rand_augment": {"magnitude": 11}}, "rand_augment.magnitude is 11"),
+    ({"color_jiter": 0.4}, "did you mean 'color_jitter'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_load_recipe_with_impossible_changes_names_the_key(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    sections = {"model": {"name": "m"}, "data": {"train": "rows"}}
+    values = minimal_values("image_classification", **sections) | {"task_options": options}
+    (tmp_path / "r.yaml").write_text(dump_document(json.loads(json.dumps(values))))
+    with pytest.raises(InputError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    assert message in str(caught.value) and "task_options" in str(caught.value)
+
+
+def test_task_that_mixes_one_row_per_step_or_numbers_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"task_options.mixup mixes rows of a step, and batch.global_size is 1"):
+        build_task(recipe(folder, rows=1, mixup=0.2))
+    with pytest.raises(InputError, match=r"task_options.cutmix mixes classes, and problem_type is regression"):
+        build_task(recipe(folder, cutmix=1.0, problem_type="regression"))
+
+
+def test_rand_augment_has_the_papers_defaults() -> None:
+    assert (RandAugment().operations, RandAugment().magnitude) == (2, 9)

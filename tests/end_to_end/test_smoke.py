@@ -125,6 +125,14 @@ def test_smoke_image_classification_accuracy_exceeds_the_majority_class(tmp_path
 
 
 @pytest.mark.slow
+def test_smoke_resnet_learns_digits_from_random_weights(tmp_path: Path) -> None:
+    fetch("smoke/resnet")
+    rows = train_forked("resnet", tmp_path / "run", ["train.epochs=3"]).metrics()
+    assert rows[0]["eval/accuracy"] < 0.3
+    assert rows[-1]["eval/accuracy"] > 0.6
+
+
+@pytest.mark.slow
 def test_smoke_text_classification_accuracy_exceeds_the_majority_class(tmp_path: Path) -> None:
     fetch("smoke/text_classification")
     few = ["train.max_steps=14", "batch.global_size=16", "evaluate.at_start=false", "data.eval.max_rows=100"]

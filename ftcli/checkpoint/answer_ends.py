@@ -6,7 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ftcli.config.recipe import Recipe
+from ftcli.config.recipe_inputs import Model
+from ftcli.config.task_registry import find_task
+from ftcli.models.adapter_folder import base_of
 from ftcli.models.structure import base_model_of
+from ftcli.runtime.torn_files import read_object
+from ftcli.tasks.build import build_task
 
 FILE = "generation_config.json"
 BASE_LACKS_IT = " The base model's file may lack it: load that of this folder with `GenerationConfig.from_pretrained`."
@@ -24,9 +30,37 @@ def write_answer_ends(task: Any, model: Any, folder: Path) -> None:
     ends = trained_answer_ends(task)
     if not ends or getattr(base, "generation_config", None) is None:
         return
-    settings = json.loads(
-        path.read_text(encoding="utf-8") if path.exists() else base.generation_config.to_json_string()
-    )
+    _add(ends, path, base.generation_config)
+
+
+def complete_answer_ends(recipe: Recipe, final: Path, folder: Path) -> None:
+    """Add the trained end tokens to an export of `final/` that an earlier version of ftcli wrote without them.
+
+    Args:
+        recipe: The recipe of the run. The user trusts the code that it names.
+        final: The final weights of the run, with the tokenizer.
+        folder: The export.
+    """
+    if not hasattr(find_task(recipe.task).Task, "answer_ends"):
+        return
+    from transformers import GenerationConfig
+
+    section = Model(name=str(final), trust_remote_code=recipe.model.trust_remote_code)
+    ends = trained_answer_ends(build_task(recipe.model_copy(update={"model": section})))
+    written = (read_object(folder / FILE) or {}).get("eos_token_id")
+    if not ends or (isinstance(written, list) and set(ends) <= set(written)):
+        return
+    name, revision = base_of(final) or (str(final), None)
+    try:
+        base = GenerationConfig.from_pretrained(name, revision=revision or "main")
+    except OSError:  # the base has no such file
+        base = GenerationConfig()
+    _add(ends, folder / FILE, base)
+
+
+def _add(ends: list[int], path: Path, base: Any) -> None:
+    """Put end tokens before those that are in a generation_config.json, or in the settings of the base."""
+    settings = json.loads(path.read_text(encoding="utf-8") if path.exists() else base.to_json_string())
     before = settings.get("eos_token_id")
     known = before if isinstance(before, list) else [] if before is None else [before]
     settings["eos_token_id"] = list(dict.fromkeys([*ends, *known]))

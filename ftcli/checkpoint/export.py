@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.answer_ends import FILE as GENERATION
-from ftcli.checkpoint.answer_ends import write_answer_ends
+from ftcli.checkpoint.answer_ends import complete_answer_ends, write_answer_ends
 from ftcli.checkpoint.conversion import convert_adapter, convert_model, merged_card, name_base_revision, name_dtype
 from ftcli.checkpoint.export_job import ExportJob
 from ftcli.checkpoint.final import PROBE, check_base, check_final_files, load_plain, model_card
@@ -218,6 +218,8 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
     check_links(job.final)
     ignored = shutil.ignore_patterns("model*.safetensors*", *["adapter_*", BASE_CONFIG, TRAINED_ON] * job.merge)
     shutil.copytree(job.final, folder, ignore=ignored, dirs_exist_ok=True)
+    if job.auto_class:
+        complete_answer_ends(job.recipe, job.final, folder)
     if job.merge:
         quiet_libraries()
         model = load_plain(
@@ -228,9 +230,10 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
             trust_remote_code=trusted,
             revision=job.recipe.model.revision,
         )
+        ends = (folder / GENERATION).read_bytes() if (folder / GENERATION).exists() else None  # that were trained
         expected = _write_merged(job, model, folder, expected)
-        if (job.final / GENERATION).exists():
-            shutil.copy(job.final / GENERATION, folder)  # with the end tokens that were trained
+        if ends is not None:
+            (folder / GENERATION).write_bytes(ends)
         card = folder / "README.md"
         card.write_text(merged_card(card.read_text(encoding="utf-8")), encoding="utf-8")
         return replace(expected, distance=prove(job, model, folder, labels=expected.labels))

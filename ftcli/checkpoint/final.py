@@ -27,7 +27,7 @@ from ftcli.models.adapters import CONFIG, WEIGHTS
 from ftcli.models.files import header_problem, weight_files
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
 from ftcli.models.trained_on import check_trained_on, differences, trained_on
-from ftcli.runtime.errors import InputError
+from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.reader_errors import reading
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.run_folder import RunFolder
@@ -247,8 +247,15 @@ def load_plain(
     adapter = adapter_settings(folder, needs_base=True)
     name = adapter["base_model_name_or_path"]
     at = {"revision": adapter.get("revision") or revision} if is_on_hub(name) else {}
+    try:
+        with code_refused(name):
+            base = auto.from_pretrained(name, dtype=dtype, **trust, **at, **head)
+    except OSError as error:  # transformers' error for everything that it cannot find
+        raise InputError(
+            f"the base model {name} of the adapter in {folder} cannot be loaded: {shortened(str(error), 200)}",
+            hint=f"restore it, or name its new place at base_model_name_or_path in {config}",
+        ) from error
     with code_refused(name):
-        base = auto.from_pretrained(name, dtype=dtype, **trust, **at, **head)
         _make_room(correct_tie(keep_soft_capping(base)), folder, trust)
     with reading(folder, "the adapter does not fit its base model"), code_refused(str(folder)):
         return PeftModel.from_pretrained(base, str(folder)).eval()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ftcli.checkpoint.answer_ends import BASE_LACKS_IT, write_answer_ends
+from ftcli.checkpoint.answer_ends import BASE_LACKS_IT, complete_answer_ends, write_answer_ends
 from ftcli.checkpoint.conversion import merged_card
 from ftcli.checkpoint.final import model_card
 from ftcli.config.recipe import Recipe
@@ -51,6 +51,18 @@ def test_write_answer_ends_adds_what_was_trained_before_the_ends_of_the_base(cas
     settings = json.loads((folder / "generation_config.json").read_text())
     assert settings["eos_token_id"] == expected and settings["top_k"] == 5 and "_from_model_config" not in settings
     assert GenerationConfig.from_pretrained(folder).eos_token_id == expected
+    final = folder  # as an earlier version wrote it
+    task.save_processor(str(final))
+    if is_adapter:
+        (final / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+        (final / "generation_config.json").unlink()
+        exported = tmp_path / "exported"
+        exported.mkdir()
+    else:
+        GenerationConfig(eos_token_id=[0], top_k=5, do_sample=True).save_pretrained(final)
+        exported = final
+    complete_answer_ends(recipe, final, exported)
+    assert json.loads((exported / "generation_config.json").read_text()) == settings
     card = model_card(recipe, {}, model, task.auto_class, task=task)
     assert f"Answers end with `{['<|im_start|>', '<|im_end|>'][expected[0]]}`: `generation_config.json` has it" in card
     assert (BASE_LACKS_IT in card) == is_adapter and BASE_LACKS_IT not in merged_card(card)

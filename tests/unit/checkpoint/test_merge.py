@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from ftcli.checkpoint.assemble import merged_weights
 from ftcli.checkpoint.conversion import name_dtype
 from ftcli.checkpoint.export_job import ExportJob
+from ftcli.checkpoint.final import load_plain
 from ftcli.checkpoint.hf_shards import save_weights
 from ftcli.checkpoint.proof import prove
 from ftcli.config.recipe import Recipe
@@ -150,6 +151,13 @@ def test_new_tokens_of_a_head_with_a_bias_are_refused_beside_an_adapter(tmp_path
     recipe = recipe_of(tmp_path / "base", new_tokens=["<a>"])
     with pytest.raises(InputError, match=r"lm_head has a bias, which peft leaves out(.|\n)*modules_to_save"):
         adapted(recipe, tmp_path / "base", *ARCHITECTURES["phi"])
+
+
+def test_load_plain_of_an_adapter_without_its_base_names_both(tmp_path: Path) -> None:
+    settings = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=r"the base model .*gone of the adapter in .* cannot be loaded: "):
+        load_plain("AutoModelForCausalLM", tmp_path)
 
 
 def job_of(recipe: Recipe, dtype: str = "float32") -> ExportJob:

@@ -68,11 +68,16 @@ def trained_on(folder: Path) -> dict[str, Any] | None:
 
     Args:
         folder: A checkpoint, a run, or a folder of weights: `final/` of a run or an export.
+
+    Raises:
+        InputError: The file beside an adapter is damaged.
     """
     if (folder / STATE).exists():
         return _of_state(read_object(folder / STATE))
     for path in (folder / TRAINED_ON, folder / "final" / TRAINED_ON):
         if (entry := read_object(path)) is not None:
+            if entry.get("formula") == FORMULA and not _is_whole(entry):
+                raise InputError(f"{path} is damaged", hint="restore it; without it the base is not compared")
             return entry
     for path in (folder / ENVIRONMENT, folder.parent / ENVIRONMENT):
         if (entry := (read_object(path) or {}).get("trained_on")) is not None:
@@ -193,6 +198,12 @@ def _processor_settings(folder: Path) -> dict[str, Any]:
             named = {key: value for key, value in settings.items() if value is not None}
             return {key: value for key, value in named.items() if key not in HARMLESS_OF_PROCESSOR}
     return {}
+
+
+def _is_whole(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry has every key with a value of its kind."""
+    kinds = {"name": str, "frozen": bool, "config": dict, "weights": str | None, "processor": dict}
+    return all(isinstance(entry.get(key, {} if key == "processor" else 0), kind) for key, kind in kinds.items())
 
 
 def _of_state(state: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from ftcli import testing
 from ftcli.config.recipe import Recipe
 from ftcli.models.trained_on import config_changes, differences, identity_of, is_same_base, trained_on, write_trained_on
+from ftcli.runtime.errors import InputError
 
 from ...support.recipes import minimal_values
 
@@ -120,3 +121,16 @@ def test_trained_on_reads_checkpoints_runs_final_weights_and_exports(model: Path
     write_trained_on(export, None)
     assert trained_on(final) == trained_on(tmp_path / "run") == entry
     assert trained_on(export) is None and trained_on(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "damage", [{"frozen": None}, {"config": None}, {"config": 3}, {"weights": 7}, {"processor": []}]
+)
+def test_trained_on_of_a_damaged_file_beside_an_adapter_names_it(
+    damage: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    write_trained_on(tmp_path, identity_of(recipe_of(model)))
+    assert trained_on(tmp_path) is not None
+    edit(tmp_path / "trained_on.json", **damage)
+    with pytest.raises(InputError, match=r"trained_on\.json is damaged\n.*the base is not compared"):
+        trained_on(tmp_path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,7 +109,9 @@ def add_adapter(
         revision=recipe.model.revision if is_on_hub(recipe.model.name) else None,  # of the base model
     )
     try:
-        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():  # peft applies these patterns to parameters of experts, but looks at modules
+            warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
+            wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
     except (TypeError, ValueError) as error:
         raise refused(names, section, error) from error
     check_adapted(names, wrapped, section, excluded)

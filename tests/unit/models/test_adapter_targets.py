@@ -168,6 +168,14 @@ def test_describe_unadapted_of_all_linear_names_what_has_no_adapter() -> None:
     assert "mlp.experts.down_proj" in lines["gpt_oss"][0]
 
 
+@pytest.mark.filterwarnings("error:The following")
+def test_add_adapter_hides_the_warning_about_patterns_that_peft_applies() -> None:
+    model = adapted("qwen3_moe", target_modules=OLD_NAMES)
+    assert model.peft_config["default"].rank_pattern == {r".*\.gate_up_proj": 4}
+    shapes = {name: p.shape[0] for name, p in model.named_parameters() if "layers.0" in name and "lora_A" in name}
+    assert sorted(shapes.values()) == [4 * 2, 4 * 4]  # experts times rank
+
+
 @pytest.mark.parametrize("kind", ["phimoe", "llama4"])
 def test_all_linear_of_a_model_whose_router_returns_a_tuple_leaves_it_out(kind: str) -> None:
     model = adapted(kind)

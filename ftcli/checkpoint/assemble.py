@@ -266,9 +266,9 @@ def load_trained_weights(model: Any, stored: CheckpointReader, state: dict[str, 
     if is_adapter:
         set_parameters(model, adapter_weights(model, stored))
     else:
-        for name, value in full_weights(model, stored, state, torch.float32)[1]:
-            if name in state["parameters"]:
-                set_parameters(model, {name: value})
+        parameters = dict(model.named_parameters())  # read here, so that `full_weights` is compared with it
+        for name in state["parameters"]:
+            set_parameters(model, {name: _read(stored, "weight", name, parameters[name], torch.float32)})
     load_buffers(model, stored, state["buffers"])
 
 

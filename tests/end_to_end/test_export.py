@@ -7,8 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ftcli.__main__ import main
+from ftcli.checkpoint import assemble
+from ftcli.checkpoint.export import export
 from ftcli.checkpoint.final import load_plain
 from ftcli.checkpoint.folder import read_state, update_state
 from ftcli.config.load import load_recipe
 from ftcli.runtime.checkpoint_names import checkpoint_path
+from ftcli.runtime.errors import ExportError
 from ftcli.testing import run_on_cpu
 from ftcli.training.setup import prepare
 
@@ -141,6 +145,21 @@ def test_export_of_an_intermediate_checkpoint_gives_its_logits(
         expected = ["x", "y", "z"] if name == "text-lora" else ["green", "red"]
         assert list(config["id2label"].values()) == expected
         assert config["problem_type"] == "single_label_classification"
+
+
+def test_export_that_writes_a_wrong_weight_of_a_checkpoint_is_refused(
+    runs: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = assemble.full_weights
+
+    def wrong(*arguments: Any) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
+        shapes, values = right(*arguments)
+        return shapes, ((name, value * (1.05 if "layers.1.mlp.down_proj" in name else 1)) for name, value in values)
+
+    monkeypatch.setattr(assemble, "full_weights", wrong)
+    with pytest.raises(ExportError, match="its logits differ from those of the trained model"):
+        export(checkpoint_path(runs("sft-tied"), 2), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize("merge", [False, True])

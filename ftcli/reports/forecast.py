@@ -219,7 +219,7 @@ def _of_size(profile: Profile, target: Target, plan: Plan, shares: Any, micro: i
 
 
 def _compiles(profile: Profile, target: Target, plan: Plan, mode: str) -> bool:
-    """Return whether the run compiles its layers; training/acceleration.py decides by the same rules."""
+    """Return whether the run compiles its layers; training/compilation.py decides by the same rules."""
     recipe, shape = target.recipe, target.size.shape if target.size else None
     has_hooks = profile.is_stage_3 and (recipe.adapter.type != "none" or (shape is not None and shape.has_experts))
     if shape is None or has_hooks or mode == "selective":

@@ -5,9 +5,7 @@ None of them may change the loss curve beyond rounding. `accelerate_model` fixes
 
 from __future__ import annotations
 
-import math
 import os
-import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,35 +15,26 @@ import torch
 from ftcli.config.profile import profile_of_process
 from ftcli.data.packing import lengths_of, row_capacity
 from ftcli.hardware.batch_norm import trained_norms
-from ftcli.models.architectures import architecture_of
 from ftcli.models.kernels.activation_checkpointing import can_recompute, enable_recomputation
 from ftcli.models.kernels.activation_offloading import offload_activations
-from ftcli.models.kernels.compile import (
-    COMPILERS,
-    HOOKS,
-    LEAST_SAVED,
-    compile_layers,
-    compile_problem,
-    fall_back,
-    seconds_saved,
-)
+from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.float8 import multiply_in_float8
 from ftcli.models.kernels.liger import liger_problem, use_liger
 from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
 from ftcli.models.memory_estimate import choose_mode, describe_estimate, estimate_modes
-from ftcli.models.pass_budget import FULL_TOKENS, choose_budget, enough_tokens, pass_costs
+from ftcli.models.pass_budget import choose_budget, pass_costs
 from ftcli.models.shape import ModelSize, Shape
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.installed import is_installed
 from ftcli.training.batches.passes import PassRule
+from ftcli.training.compilation import choose_compile
 from ftcli.training.pass_sizes import count_passes_of_run, largest_micro_batch
 from ftcli.training.short_rows import note_of_run
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ftcli.config.plan import PassCounts, Plan
+    from ftcli.config.plan import PassCounts
     from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
     from ftcli.data.cache import PreparedRows
@@ -281,84 +270,3 @@ def _gpu_memory(hardware: Hardware) -> int | None:
     """Return the memory of this process's GPU in bytes; None without a GPU, because processes share the host memory."""
     device = hardware.accelerator.device
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
-def choose_compile(
-    model: nn.Module,
-    recipe: Recipe,
-    plan: Plan,
-    rows: PreparedRows,
-    recomputed: str,
-    *,
-    device_type: str,
-    may_compile: bool,
-) -> tuple[Recipe, list[str]]:
-    """Choose whether layers are compiled.
-
-    The recipe decides, if the backend allows it. Where the recipe leaves it open, layers are compiled on GPUs if this
-    saves time, and a layer that cannot be compiled runs as it is.
-
-    Args:
-        model: The model, not yet prepared.
-        recipe: The recipe; `model.torch_compile` is true, false or None.
-        plan: The plan of the run.
-        rows: The rows of the run.
-        recomputed: What the backward pass computes again: none, selective or full.
-        device_type: Type of the device, such as "cuda".
-        may_compile: Whether the backend allows layers to be compiled.
-
-    Returns:
-        The recipe with `model.torch_compile` decided, and on GPUs one line for the log if layers are not compiled.
-    """
-    requested = recipe.model.torch_compile
-    if requested and not may_compile:
-        return _with_compile(recipe, compiled=False), [f"torch_compile: left out, {HOOKS}"]
-    if requested:
-        fall_back(quietly=False)
-    if requested is not None:
-        return recipe, []
-    on_gpu = device_type == "cuda"
-    problem = (
-        _reason_not_to_compile(model, recipe, plan, rows, recomputed, may_compile) if on_gpu else "there is no GPU"
-    )
-    if problem is None:
-        fall_back(quietly=True)
-    lines = [f"torch_compile: none, {problem}"] if problem and on_gpu else []
-    return _with_compile(recipe, compiled=problem is None), lines
-
-
-def _with_compile(recipe: Recipe, *, compiled: bool) -> Recipe:
-    """Return the recipe with `model.torch_compile` set."""
-    section = recipe.model.model_copy(update={"torch_compile": compiled})
-    return recipe.model_copy(update={"model": section})
-
-
-def _reason_not_to_compile(
-    model: nn.Module, recipe: Recipe, plan: Plan, rows: PreparedRows, recomputed: str, may_compile: bool
-) -> str | None:
-    """Return why a model on a GPU is not compiled if the recipe leaves it open, in a few words, or None."""
-    config: Any = getattr(base_model_of(model), "config", None)
-    kind = getattr(config, "model_type", None)
-    shape = Shape.of(config.to_dict()) if architecture_of(kind).compiles_layers else None
-    if shape is None:
-        return f"no gain is known for models of type {kind}"
-    if recipe.precision == "fp32":
-        return "fp32 is meant for exact results"
-    if recipe.model.quantization is not None or recipe.model.activation_offloading or recomputed == "selective":
-        return "it cannot be combined with the memory saving of this run"
-    if not may_compile:
-        return HOOKS
-    if not any(map(shutil.which, COMPILERS)) or not is_installed("triton"):
-        return "it needs a C++ compiler and Triton"
-    if (unusable := compile_problem()) is not None:
-        return unusable
-    of_row = recipe.data.max_length if rows.streamed else int(lengths_of(rows.train).sum()) / max(plan.rows or 1, 1)
-    steps, tokens = plan.steps or 0, of_row * plan.global_size / plan.processes
-    passes = plan.accumulation if recipe.batch.micro_size != "auto" else math.ceil(tokens / FULL_TOKENS)
-    device, host = seconds_saved(shape, tokens * steps, passes * steps, enough=enough_tokens(shape))
-    if device + host < LEAST_SAVED:
-        return (
-            f"this run is too short for compilation to pay off: {tokens / passes:.0f} tokens a pass would save about "
-            f"{device:.0f} s of the device and {host:.0f} s of the host"
-        )
-    return None

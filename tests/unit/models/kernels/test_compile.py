@@ -26,7 +26,7 @@ from ftcli.models.kernels.liger import liger_problem
 from ftcli.models.structure import layers_of
 from ftcli.runtime.errors import InputError
 from ftcli.testing import run_on_cpu
-from ftcli.training.acceleration import choose_compile
+from ftcli.training.compilation import choose_compile
 from ftcli.training.run import Run
 from ftcli.training.setup import prepare
 
@@ -168,7 +168,7 @@ def decided(
     steps: int = 10_000,
 ) -> tuple[bool, list[str]]:
     """Return the choice for a recipe without model.torch_compile, and the log lines. `tokens`: tokens of an epoch."""
-    monkeypatch.setattr("ftcli.training.acceleration.is_installed", lambda name: name == "triton")
+    monkeypatch.setattr("ftcli.training.compilation.is_installed", lambda name: name == "triton")
     plan = Plan(1, 10, 10, 1, rows=1000, steps_per_epoch=100, steps=steps, warmup_steps=0)
     rows = PreparedRows(Dataset.from_dict({"input_ids": [[0] * (tokens // 1000)] * 1000}), None, {})
     given = recipe("x", precision=precision)

@@ -17,7 +17,14 @@ from typing import Literal
 
 from ftcli.data.assets.models import build_minilm, build_mobilenet, build_smollm2
 from ftcli.data.assets.random_models import build_resnet_50, build_resnet_small, build_vit_large
-from ftcli.data.assets.rows import Report, build_digits, build_docstrings, build_modules, build_preferences
+from ftcli.data.assets.rows import (
+    Report,
+    build_digits,
+    build_docstrings,
+    build_faces,
+    build_modules,
+    build_preferences,
+)
 from ftcli.runtime.errors import InputError, nearest
 from ftcli.runtime.log import log_line
 from ftcli.runtime.resources import cache_root, writing_cache
@@ -118,6 +125,15 @@ _CATALOGUE = (
         "scikit-learn",
         "any",
         build_digits,
+    ),
+    Asset(
+        "faces",
+        "data",
+        "100 grey faces of 25 x 25 pixels (Labeled Faces in the Wild), as image folders train/ and test/.",
+        "BSD-3-Clause (package); photographs of the press, for research",
+        "scikit-image",
+        "0.26.0",
+        build_faces,
     ),
 )
 ASSETS: dict[str, Asset] = {asset.name: asset for asset in _CATALOGUE}

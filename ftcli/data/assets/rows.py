@@ -1,4 +1,4 @@
-"""Build rows from data on every machine: documentation of Python's standard library, and scikit-learn's digits.
+"""Build rows from documentation of Python's standard library, scikit-learn's digits and scikit-image's faces.
 
 Sources of the library are parsed as text and not imported. The functions write files into a given folder; catalogue.py
 manages the cache.
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ftcli.data.assets.models import SCIKIT_IMAGE, download_wheel
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.installed import is_installed
 
@@ -25,6 +26,8 @@ Report = Callable[[str], None]
 HELD_OUT_ROWS = 160
 HELD_OUT_SHARE = 0.15
 """Fraction of the rows of python-modules, and of the digits, for evaluation."""
+FACES = 100
+"""Number of faces in scikit-image's `lfw_subset`."""
 CLASSES = 12
 """Number of labels of python-modules: the top-level modules with the most rows."""
 FEWEST_ROWS = 1000
@@ -176,6 +179,38 @@ def build_digits(folder: Path, work: Path, report: Report) -> None:
             grey = (ink * 255).round().astype("uint8")
             Image.fromarray(grey).save(path)
     report(f"digits: {len(parts['train'])} images to train on, {len(parts['test'])} held out")
+
+
+def build_faces(folder: Path, work: Path, report: Report) -> None:
+    """Write train/PERSON/face.png and test/PERSON/face.png: 25 x 25 grey faces of Labeled Faces in the Wild.
+
+    The source has no names, so every face counts as a person of its own.
+
+    Args:
+        folder: Folder for the images.
+        work: Folder for temporary files.
+        report: Called with lines for the log.
+
+    Raises:
+        InputError: Pillow is not installed, or pip failed.
+    """
+    if not is_installed("PIL"):
+        message = "the asset 'faces' needs the package pillow, which is not installed"
+        raise InputError(message, hint="pip install 'ftcli[vision]'")
+    import numpy as np
+    from PIL import Image
+
+    unzipped = download_wheel(SCIKIT_IMAGE, work, report)
+    images = np.load(unzipped / "skimage" / "data" / "lfw_subset.npy", allow_pickle=False)
+    rows = [{"index": index} for index in range(FACES)]  # the images after them show no faces
+    parts = dict(zip(("train", "test"), split(rows, round(FACES * HELD_OUT_SHARE)), strict=True))
+    for name, part in parts.items():
+        for row in part:
+            path = folder / name / f"person-{row['index']:03d}" / "face.png"
+            path.parent.mkdir(parents=True)
+            grey = (images[row["index"]] * 255).round().astype("uint8")  # values of the source are 0 to 1
+            Image.fromarray(grey).save(path)
+    report(f"faces: {len(parts['train'])} images to train on, {len(parts['test'])} held out")
 
 
 def split(rows: Sequence[dict[str, Any]], held_out: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -96,7 +96,7 @@ def _check_names(model: Any, state: dict[str, Any]) -> None:
 
 
 def full_weights(
-    model: Any, stored: CheckpointReader, state: dict[str, Any], dtype: torch.dtype
+    model: Any, stored: CheckpointReader, state: dict[str, Any], dtype: torch.dtype, part: str = ""
 ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
     """Return the weights and persistent buffers of a fully trained model, one at a time.
 
@@ -107,16 +107,19 @@ def full_weights(
         stored: The checkpoint.
         state: The checkpoint's state.json.
         dtype: The dtype of floating-point values in the result.
+        part: Name of a submodule, whose weights alone are returned, by their names in it; default: the whole model.
 
     Returns:
         Meta tensors by name, for shapes and dtypes, and an iterator over (name, value) in the same order.
     """
-    tensors = _parameters_and_buffers(model)
+    tensors = _parameters_and_buffers(model.get_submodule(part) if part else model)
+    prefix = f"{part}." if part else ""
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        for name, own in tensors.items():
+        for short, own in tensors.items():
+            name = f"{prefix}{short}"
             kind = "weight" if name in state["parameters"] else "buffer" if name in state["buffers"] else None
-            yield name, _cast(own, dtype) if kind is None else _read(stored, kind, name, own, _dtype(own, dtype))
+            yield short, _cast(own, dtype) if kind is None else _read(stored, kind, name, own, _dtype(own, dtype))
 
     return {name: _meta_like(value, dtype) for name, value in tensors.items()}, values()
 

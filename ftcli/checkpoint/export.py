@@ -28,7 +28,7 @@ from ftcli.config.load import load_run_recipe
 from ftcli.config.trust import check_links, check_stored
 from ftcli.models.adapter_folder import BASE_CONFIG, label_settings, write_adapter
 from ftcli.models.hub import check_named_code
-from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
+from ftcli.models.own_model import exported_part, names_in_files, record_cut_tie, save_config
 from ftcli.models.trained_on import TRAINED_ON, trained_on, write_trained_on
 from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.durable_files import make_folder, sync, sync_tree
@@ -279,8 +279,8 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
     card = model_card(job.recipe, state["metrics"], model, job.auto_class, properties.pipeline_tag, task=task)
     with CheckpointReader(job.checkpoint, list(state["files"])) as stored:
         if not job.is_adapter:
-            targets, values = full_weights(model, stored, state, dtype)
-            expected = _write_model(job, task, model, targets, values, folder, expected)
+            targets, values = full_weights(model, stored, state, dtype, part=properties.exported_part)
+            expected = _write_model(job, task, exported_part(task, model), targets, values, folder, expected)
         else:
             trained = adapter_weights(model, stored)
             buffers = load_buffers(model, stored, state["buffers"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.models.own_model import load_weights, probe_tensor, read_tensors
+from ftcli.models.own_model import exported_part, load_weights, probe_tensor, read_tensors
 from ftcli.runtime.errors import ExportError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def rebuild_by_task(job: ExportJob, folder: Path, expected: ExpectedModel) -> fl
     task = build_task(job.recipe)
     model, _ = task.load_model(_dataset_info(job, task), dtype=torch.float32)
     task.finish_model(model)
-    load_weights(model, folder)
+    load_weights(exported_part(task, model), folder)
     return _probe_distance(task, model, job.probe)
 
 

@@ -11,8 +11,9 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.data.assets.catalogue import fetch_asset
 from ftcli.data.cache import prepare_rows
-from ftcli.data.paths import local_path
+from ftcli.data.paths import MODEL_KEY, local_path
 from ftcli.data.revisions import resolve
+from ftcli.models.helper_models import helper_names
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.log import log_line
 
@@ -34,7 +35,8 @@ def fetch(recipe: str | Path, overrides: Sequence[str] = ()) -> None:
     for name in _names(loaded):
         if name.startswith("asset:"):
             fetch_asset(name.removeprefix("asset:").partition("/")[0], report=log_line)
-    _fetch_model(loaded)
+    for key, name in {MODEL_KEY: loaded.model.name, **helper_names(loaded)}.items():
+        _fetch_model(key, name, loaded.model.revision if key == MODEL_KEY else None)
     from ftcli.data.revisions import resolve
     from ftcli.tasks.build import build_task
 
@@ -49,29 +51,33 @@ def fetch(recipe: str | Path, overrides: Sequence[str] = ()) -> None:
 
 
 def _names(recipe: Recipe) -> list[str]:
-    """Return the names of the model and of all sources."""
-    return [recipe.model.name, *(source.path for source in recipe.data.train_sources + recipe.data.eval_sources)]
+    """Return the names of the model, of its helper models and of all sources."""
+    return [
+        recipe.model.name,
+        *helper_names(recipe).values(),
+        *(source.path for source in recipe.data.train_sources + recipe.data.eval_sources),
+    ]
 
 
-def _fetch_model(recipe: Recipe) -> None:
-    """Download the model if it is a name on the hub."""
-    if recipe.model.name == NO_MODEL or local_path(recipe.model.name) is not None:
+def _fetch_model(key: str, name: str, revision: str | None) -> None:
+    """Download the model that a key names, if it is a name on the hub."""
+    if name == NO_MODEL or local_path(name) is not None:
         return
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         folder = snapshot_download(
-            recipe.model.name,
-            revision=recipe.model.revision,
+            name,
+            revision=revision,
             ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.tflite", "original/*"],
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, ConnectionError) as error:
         raise InputError(
-            f"model.name: {recipe.model.name} is neither on this machine nor reachable on the hub",
+            f"{key}: {name} is neither on this machine nor reachable on the hub",
             hint="check the spelling and the network",
         ) from error
-    log_line(f"model is ready: {recipe.model.name} in {folder}")
+    log_line(f"model is ready: {name} in {folder}")
 
 
 def tokenize(recipe: str | Path, overrides: Sequence[str] = ()) -> list[str]:

@@ -97,11 +97,11 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _allow_custom_task_without_model(cls, values: Any) -> Any:
+    def _allow_recipe_without_model(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(task := values.get("task"), str):
             return values
         model = values.get("model", {})
-        if ("/" in task or "." in task) and isinstance(model, dict) and "name" not in model:
+        if isinstance(model, dict) and "name" not in model and _may_build_its_model(task):
             return values | {"model": {"name": NO_MODEL} | model}
         return values
 
@@ -149,3 +149,10 @@ class Recipe(Section):
             message = f"data.drop_last: false pads the last step, and batch_norm: {mode} would count the padding"
             raise ValueError(message)
         return self
+
+
+def _may_build_its_model(task: str) -> bool:
+    """Return whether a task may need no `model.name`: a custom task, or a shipped one that builds its own module."""
+    from ftcli.config.task_registry import is_custom_task, task_class
+
+    return is_custom_task(task) or getattr(task_class(task), "auto_class", "") is None

@@ -39,7 +39,7 @@ class Model(Section):
     name: PathText = Field(
         min_length=1,
         description="Name on the hub, local folder, or asset:NAME (a model that `ftcli fetch` downloads). Not needed "
-        "by a custom task that builds its own model.",
+        "by a task that builds its own model.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
     trust_remote_code: bool = Field(

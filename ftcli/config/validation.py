@@ -28,6 +28,7 @@ _BOUNDS = {
     "exclusiveMinimum": "above {}",
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
+    "multipleOf": "a multiple of {}",
 }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
-
+MODEL_KEY = "model.name"  # the key of the recipe that names the model
 RELATIVE = "a relative path starts at the current folder"
 
 
@@ -37,11 +37,12 @@ def local_path(name: str) -> Path | None:
     return path if looks_local else None
 
 
-def model_folder(name: str) -> Path | None:
+def model_folder(name: str, key: str = MODEL_KEY) -> Path | None:
     """Return the local folder of a model; None for a name on the hub.
 
     Args:
-        name: `model.name` of a recipe.
+        name: Name of the model in a recipe.
+        key: The key of the recipe that has the name, for messages.
 
     Raises:
         InputError: The folder does not exist or contains no model.
@@ -50,10 +51,10 @@ def model_folder(name: str) -> Path | None:
     if path is None:
         return None
     if not path.exists():
-        raise InputError(f"model.name: no model folder at {path.absolute()}", hint=similar_names(path) or RELATIVE)
+        raise InputError(f"{key}: no model folder at {path.absolute()}", hint=similar_names(path) or RELATIVE)
     if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
         hint = f"it is a run, and its weights are {path / 'final'}" if (path / "final").is_dir() else ""
-        raise InputError(f"model.name: {path.absolute()} is not a model folder (it has no config.json)", hint=hint)
+        raise InputError(f"{key}: {path.absolute()} is not a model folder (it has no config.json)", hint=hint)
     return path
 
 

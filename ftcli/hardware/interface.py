@@ -19,7 +19,7 @@ from ftcli.hardware.optimizer_state import (
 )
 from ftcli.hardware.requested_backend import BACKENDS, is_quantised, reads_weights_once, requested_backend
 from ftcli.models import precision as models_precision
-from ftcli.models.structure import full_shape
+from ftcli.models.structure import full_shape, saved_buffers
 
 if TYPE_CHECKING:
     import torch
@@ -219,7 +219,9 @@ class Hardware:
         """Return the model inside the wrapper that `prepare` added."""
         return self.backend.unwrap(model)
 
-    def parameters(self, model: nn.Module, *, trained_only: bool) -> Iterator[tuple[str, Tensor | None]]:
+    def parameters(
+        self, model: nn.Module, *, trained_only: bool, part: str = ""
+    ) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the whole value of every parameter, one at a time. A collective: every rank iterates to the end.
 
         The other ranks wait up to a day for the main process, which may write a file between two parameters.
@@ -227,18 +229,19 @@ class Hardware:
         Args:
             model: The prepared model.
             trained_only: Whether to leave out frozen parameters.
+            part: Name of a submodule, whose parameters alone are gathered; default: the whole model.
 
         Yields:
-            Name in the unprepared model, and value on the host; the value is None except on the main process. A tied
-            parameter comes once, under its first name.
+            Name in the unprepared model, or in its part, and value on the host; the value is None except on the main
+            process. A tied parameter comes once, under its first name.
         """
-        inner = self.unwrap(model)
+        inner, prefix = self.unwrap(model), f"{part}." if part else ""
         self.backend.flush(model)
         for name, parameter in inner.named_parameters():
-            if name in self.trained_names or not trained_only:
+            if name.startswith(prefix) and (name in self.trained_names or not trained_only):
                 self.ranks.wait_for_slowest()
                 value = self.backend.full_parameter(parameter)
-                yield name, value.detach().cpu() if self.ranks.is_main else None
+                yield name.removeprefix(prefix), value.detach().cpu() if self.ranks.is_main else None
 
     def trained_shapes(self, model: nn.Module) -> dict[str, list[int]]:
         """Return the whole shape of every trained parameter of a prepared model, by name. Local."""
@@ -256,11 +259,9 @@ class Hardware:
         inner = self.unwrap(model)
         self.backend.flush(model)
         yield from self.backend.state_shards(model, optimizer, self.ranks, self.trained_names)
-        persistent = inner.state_dict()
-        for name, buffer in inner.named_buffers():
-            if name in persistent:
-                saved = slice(0, buffer.numel() if self.ranks.is_main else 0)
-                yield StateShard(name, 0, {"buffer": buffer}, saved)
+        for name, buffer in saved_buffers(inner).items():
+            saved = slice(0, buffer.numel() if self.ranks.is_main else 0)
+            yield StateShard(name, 0, {"buffer": buffer}, saved)
 
     def updates(self, model: nn.Module, optimizer: Optimizer) -> int:
         """Return how many times the optimizer has stepped: fewer than the run's steps after float16 overflows."""

@@ -104,12 +104,15 @@ def _file_checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
     from ftcli.data.streaming.corpus import check_corpus
     from ftcli.inference.prompts import recipe_prompts
     from ftcli.models.files import check_model_files
+    from ftcli.models.helper_models import helper_names
 
     name, data = recipe.model.name, recipe.data
     if is_custom_task(recipe.task):  # a user's task may build a model without these files
         yield partial(model_folder, name)
     else:
         yield partial(check_model_files, name, has_tokenizer=properties_of(task_class(recipe.task)).needs_tokenizer)
+    for key, helper in helper_names(recipe).items():
+        yield partial(check_model_files, helper, has_tokenizer=False, key=key)
     check_train = check_corpus if data.streaming else check_source
     for check, sources in ((check_train, data.train_sources), (check_source, data.eval_sources)):
         for source in sources:

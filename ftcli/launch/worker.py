@@ -127,6 +127,7 @@ def evaluate_run(
     from ftcli.checkpoint.final import check_base
     from ftcli.models.trained_on import ENVIRONMENT, check_trained_on, trained_on
     from ftcli.training.evaluation import evaluate
+    from ftcli.training.evaluation_drawings import write_drawings
 
     folder = RunFolder(path)
     with record_failure(folder):
@@ -149,6 +150,7 @@ def evaluate_run(
             _warn_of_other_rows(run, stored.get("trained_on") or {})
         check_world(run, profile)
         metrics = evaluate(run)
+        write_drawings(run, folder, "final")
         if run.hardware.ranks.is_main:
             folder.write_json("evaluation.json", metrics)
         run.hardware.close()

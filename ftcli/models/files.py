@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ftcli.data.paths import model_folder
+from ftcli.data.paths import MODEL_KEY, model_folder
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.reader_errors import reading
 
@@ -20,33 +20,34 @@ TOKENIZER_PATTERNS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.j
 INCOMPLETE_HINT = "the model may be incomplete: download or copy it again"
 
 
-def check_model_files(name: str, *, has_tokenizer: bool) -> None:
+def check_model_files(name: str, *, has_tokenizer: bool, key: str = MODEL_KEY) -> None:
     """Check the files of a model in a local folder; models on the hub are not checked.
 
     Args:
-        name: `model.name` of the recipe.
+        name: Name of the model in the recipe.
         has_tokenizer: Whether the task needs a tokenizer.
+        key: The key of the recipe that has the name, for messages.
 
     Raises:
         InputError: A file is missing or too short; the message names the first one.
     """
-    folder = model_folder(name)
+    folder = model_folder(name, key)
     if folder is None:
         return
     files = weight_files(folder)
     if not files and not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
         hint = "the folder needs model.safetensors, or shards with model.safetensors.index.json"
-        raise InputError(f"model.name: {name} has no weights", hint=hint)
+        raise InputError(f"{key}: {name} has no weights", hint=hint)
     if missing := [path.name for path in files if not path.is_file()]:
-        problem = f"model.name: {len(missing)} of {len(files)} weight files of {name} are missing, first {missing[0]}"
+        problem = f"{key}: {len(missing)} of {len(files)} weight files of {name} are missing, first {missing[0]}"
         raise InputError(problem, hint=INCOMPLETE_HINT)
     for path in files:
         if path.suffix == ".safetensors":
             size, expected = path.stat().st_size, _expected_size(path)
             if size < expected:
-                raise InputError(f"model.name: {path} ends after {size:,} of {expected:,} bytes", hint=INCOMPLETE_HINT)
+                raise InputError(f"{key}: {path} ends after {size:,} of {expected:,} bytes", hint=INCOMPLETE_HINT)
     if has_tokenizer and not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_PATTERNS):
-        problem = f"model.name: {name} has no tokenizer, which this task needs"
+        problem = f"{key}: {name} has no tokenizer, which this task needs"
         raise InputError(problem, hint="copy its tokenizer.json and tokenizer_config.json there, or name another model")
 
 

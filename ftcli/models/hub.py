@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.config.trust import CONFIGS, check_configs, code_refused
-from ftcli.data.paths import local_path, model_folder
+from ftcli.data.paths import MODEL_KEY, local_path, model_folder
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.adapter_folder import base_of
 from ftcli.models.structure import embeddings_and_head
@@ -146,12 +146,13 @@ def _checked_base_revision(folder: Path | None) -> str | None:
     return base[1]
 
 
-def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
+def load_from_hub(auto: Any, section: Model, *, key: str = MODEL_KEY, **kwargs: Any) -> Any:
     """Load a model, a configuration or a processor with `auto.from_pretrained`.
 
     Args:
         auto: One of transformers' Auto classes.
         section: The model section of the recipe: name, revision, trust in its code.
+        key: The key that names the model, for messages.
         **kwargs: Further arguments of `from_pretrained`.
 
     Returns:
@@ -163,8 +164,8 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
     from safetensors import SafetensorError
 
     if section.name == NO_MODEL:
-        raise InputError("model.name is missing", hint="set it: this task loads its model or its processor by name")
-    folder = model_folder(section.name)
+        raise InputError(f"{key} is missing", hint="set it: this task loads its model or its processor by name")
+    folder = model_folder(section.name, key)
     revision = section.revision if folder is None else None
     if auto.__name__ not in NEEDS:
         check_named_code(section.name, revision, trusted=section.trust_remote_code)
@@ -182,12 +183,12 @@ def load_from_hub(auto: Any, section: Model, **kwargs: Any) -> Any:
     except (OSError, ValueError, ImportError, SafetensorError, *misfits) as error:
         if isinstance(error, OSError) and folder is None and not _is_cached(section):
             raise InputError(
-                f"model.name: {section.name} is neither on this machine nor reachable on the hub",
+                f"{key}: {section.name} is neither on this machine nor reachable on the hub",
                 hint="check the spelling, or run `ftcli fetch RECIPE` on a machine with a network",
             ) from error
         reason = re.split(" If you were trying| from one of:", str(error).strip().splitlines()[0])[0]
         raise InputError(
-            f"model.name: {auto.__name__} cannot load {section.name}: {reason}",
+            f"{key}: {auto.__name__} cannot load {section.name}: {reason}",
             hint=f"check that the model is complete and fits this task.{NEEDS.get(auto.__name__, '')}",
         ) from error
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple also has the keys missing in the files

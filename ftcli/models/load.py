@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.data.paths import local_path
+from ftcli.data.paths import MODEL_KEY, local_path
 from ftcli.models.adapter_folder import base_of, check_labels
 from ftcli.models.frozen_weights import model_files_folder
 from ftcli.models.hub import keep_soft_capping, load_from_hub
@@ -49,12 +49,15 @@ NEW_HEADS = declare(
 MAX_NEW_FRACTION = 0.2  # of the parameters; with more new ones the weights belong to another architecture
 
 
-def load_image_processor(section: Model) -> Any:
-    """Return the model's image processor with the Pillow backend, whose pixels do not depend on torchvision."""
+def load_image_processor(section: Model, key: str = MODEL_KEY) -> Any:
+    """Return the image processor of the model that a key names.
+
+    It has the Pillow backend, whose pixels do not depend on torchvision.
+    """
     # Imported from its own module, because transformers 5.17 exports it only if torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    return load_from_hub(AutoImageProcessor, section, backend="pil")
+    return load_from_hub(AutoImageProcessor, section, key=key, backend="pil")
 
 
 def load_model(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.models.structure import embeddings_and_head
 from ftcli.runtime.errors import InputError
+from ftcli.tasks.protocol import properties_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,6 +65,17 @@ def record_cut_tie(model: Any, names: Iterable[str], folder: Path) -> None:
     ):  # also if it is the default, which the file leaves out
         config["tie_word_embeddings"] = False
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def exported_part(task: Any, model: Any) -> Any:
+    """Return the part of a model that final weights and exports contain: a submodule that the task names, or all of it.
+
+    Args:
+        task: The task of the run; None for a model that is exported as a whole.
+        model: The model, not prepared or without its wrapper.
+    """
+    name = "" if task is None else properties_of(task).exported_part
+    return model.get_submodule(name) if name else model
 
 
 def names_in_files(model: Any) -> Any:
@@ -142,7 +154,7 @@ def load_model(task: Any, recipe: Recipe, facts: dict[str, Any], weights: Path |
 
     model, heads = task.load_model(facts, dtype=load_dtype(recipe), weights=weights)
     if weights is not None and getattr(task, "auto_class", "") is None and recipe.adapter.type == "none":
-        load_weights(model, weights)
+        load_weights(exported_part(task, model), weights)
     return model, heads
 
 

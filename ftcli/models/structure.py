@@ -47,6 +47,18 @@ def embeddings_and_head(model: Any) -> list[Any]:
     return [] if head is None else [model.get_input_embeddings(), head]
 
 
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a checkpoint contains, by name: persistent ones, except those of frozen helper networks.
+
+    Args:
+        model: A model. `tasks/protocol.py` says which of its modules are helper networks.
+    """
+    persistent = model.state_dict()
+    helpers = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_helper", False))
+    buffers = model.named_buffers()
+    return {name: one for name, one in buffers if name in persistent and not name.startswith(helpers)}
+
+
 def full_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of the whole parameter, even if this process has only a shard of it or nothing."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 shards parameters when it loads them

@@ -87,6 +87,13 @@ class Task(Protocol):
     mode, and cached. The rows of `collate` have them, except while they are computed. The cache is used again while
     rows, starting weights, precision, the adapter's type and `task_options` (or what `derived_from()` returns) stay.
 
+    **Companions.** A row may be trained together with others, for instance the two images of a pair. The task then has
+    `index_rows` and `companions` (optional_members.py). The rows of `collate` have them as `row["companions"]`.
+
+    **Helper networks.** A loss may need frozen networks, for instance a recogniser of faces. They are submodules of the
+    model with an attribute `is_helper = True`, without trained weights. Profiles shard or copy them like other weights.
+    They are in no optimizer, no checkpoint and no export. `helper_options` and `exported_part` are in `TaskProperties`.
+
     To compute without the adapter, use `with ftcli.disable_adapter(model):` in `loss` or `eval_step`.
 
     Example:
@@ -235,37 +242,9 @@ def derives_columns(task: object) -> bool:
     return hasattr(task, "derive")
 
 
-class Showing(Protocol):
-    """Optional members of a task for `ftcli preview`. Without them, rows are shown by their tokens or columns."""
-
-    tokenizer: Any  # if prepared rows have input_ids
-    answer_columns: tuple[str, ...]  # columns of a prepared row that are targets, such as the label
-
-    def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
-        """Return (spans of the text, other values by name) of a prepared row; `facts` is the result of `survey`."""
-
-    def count_answers(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, int]:
-        """Return the number of prepared rows with each possible answer, even for answers without rows."""
-
-
-class Writes(Protocol):
-    """Members of a task whose model generates text, so that it can answer prompts."""
-
-    tokenizer: Any
-
-    def encode_prompt(self, prompt: str | list[dict[str, Any]], **options: Any) -> list[int]:
-        """Encode a prompt up to the start of the answer.
-
-        Args:
-            prompt: A text or messages.
-            **options: `tools` and `chat_template_kwargs` of the prompt, if it has them (`prompts.Prompt`).
-
-        Returns:
-            The token ids.
-
-        Raises:
-            InputError: The model cannot answer the prompt.
-        """
+def has_companions(task: object) -> bool:
+    """Return whether rows of a task are collated with other rows of their split."""
+    return hasattr(task, "companions")
 
 
 @dataclass(frozen=True)
@@ -318,6 +297,10 @@ class TaskProperties:
         starting_recipe: Sections of the recipe that `ftcli init` writes, where they differ from its general values.
         pipeline_tag: The name of the task in a model card. Default: by `auto_class`.
         adapter_task_type: peft's name of the task in adapters if `peft_type` is None. Default: by `auto_class`.
+        helper_options: Keys of task_options that name frozen helper models, as model.name does. `fetch` downloads them,
+            their files are checked before a run, and a resumed run must have the same ones. "random" names no files.
+        exported_part: Name of the submodule that final weights and exports contain. The rest of the model only serves
+            the training. Default: the whole model.
     """
 
     formats: tuple[str, ...] = ()
@@ -332,6 +315,8 @@ class TaskProperties:
     starting_recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pipeline_tag: str | None = None
     adapter_task_type: str | None = None
+    helper_options: tuple[str, ...] = ()
+    exported_part: str = ""
 
 
 def properties_of(task: object) -> TaskProperties:

@@ -20,13 +20,14 @@ from ftcli.models.kernels.padding_masks import padding_of, use_padding
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.seeds import PADDING
 from ftcli.runtime.stop import Stopped
+from ftcli.training.evaluation_drawings import write_drawings
 from ftcli.training.garbage_collection import automatic_collection
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ftcli.config.recipe import Recipe
-    from ftcli.tasks.protocol import Writes
+    from ftcli.tasks.optional_members import Writes
     from ftcli.training.run import Run
 
 
@@ -77,6 +78,7 @@ def evaluate(run: Run) -> dict[str, float]:
     # A task whose loss depends on all rows gives the losses of the sources itself.
     for name, value in source_losses(rows, np.asarray(run.rows.eval["source"]), labels).items():
         metrics.setdefault(name, value)
+    write_drawings(run, run.folder, f"step-{run.position:06d}")
     if run.record is not None:
         run.record.evaluation(metrics)
     return metrics

@@ -14,12 +14,13 @@ from ftcli.checkpoint.hf_shards import WEIGHT_NAMES
 from ftcli.checkpoint.task_errors import explain_task_errors, task_frame
 from ftcli.hardware.batch_norm import average_statistics
 from ftcli.models.adapter_folder import write_adapter
-from ftcli.models.own_model import probe_tensor
+from ftcli.models.own_model import exported_part, probe_tensor
 from ftcli.models.trained_on import write_trained_on
 from ftcli.runtime.durable_files import sync, sync_tree
 from ftcli.runtime.errors import InputError, Problem, RunError
 from ftcli.runtime.run_folder import explain_disk_errors
 from ftcli.tasks.protocol import properties_of
+from ftcli.training.batches.dataloaders import Collate, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,13 +57,14 @@ def save_final(run: Run) -> None:
     if is_main:
         run.folder.ensure()
         leftovers = [set_aside(temporary)]
-    values = run.hardware.parameters(run.model, trained_only=is_adapter)
+    auto_class, properties = getattr(run.task, "auto_class", None) or "", properties_of(run.task)
+    part = "" if is_adapter else properties.exported_part
+    values = run.hardware.parameters(run.model, trained_only=is_adapter, part=part)
     if not is_main:
         for _ in values:  # takes part in gathering each one
             pass
         return
     model: Any = run.hardware.unwrap(run.model)
-    auto_class, properties = getattr(run.task, "auto_class", None) or "", properties_of(run.task)
     gathered = ((name, value) for name, value in values if value is not None)  # all values, on the main rank
     with _explain_lost_weights(run), explain_disk_errors(run.folder.final, SafetensorError):
         temporary.mkdir()
@@ -70,7 +72,7 @@ def save_final(run: Run) -> None:
             write_adapter(model, dict(gathered), temporary, properties.adapter_task_type)
             write_trained_on(temporary, run.base)
         else:
-            write_model(run.task, model, gathered, temporary)
+            write_model(run.task, exported_part(run.task, model), gathered, temporary)
         write_answer_ends(run.task, model, temporary)
         run.task.save_processor(str(temporary))
         card = model_card(
@@ -100,8 +102,9 @@ def probe_of(run: Run) -> dict[str, Tensor] | None:
 
     if not hasattr(run.task, "probe"):
         return None
-    rows = [run.rows.train[i] | {"epoch": 0, "training": False} for i in range(min(PROBE_ROWS, len(run.rows.train)))]
-    inputs = run.task.probe(run.task.collate(rows))
+    rows = Rows(run.rows.train, run.task, training=False)
+    batch = Collate(run.task)([rows[0, number] for number in range(min(PROBE_ROWS, len(rows)))])
+    inputs = run.task.probe({name: value for name, value in batch.items() if name != "sample_ids"})
     run.model.eval()
     with torch.no_grad():
         logits = probe_tensor(run.task, run.model(**run.to_device(inputs)))

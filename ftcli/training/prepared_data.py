@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from ftcli.config.plan import Plan, derive_plan
 from ftcli.config.task_registry import recording_task
 from ftcli.data.cache import PreparedRows, prepare_rows
+from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import world_size
+from ftcli.tasks.protocol import has_companions
 from ftcli.tasks.shared.metric_names import check_metric
 from ftcli.training.batches.passes import PassRule, RowSizes
 
@@ -74,6 +76,11 @@ def prepare_data(recipe: Recipe, *, trains: bool, dry_run: bool) -> PreparedData
     processes = world_size()
     derive_plan(recipe, processes)
     task = build_task(recipe)
+    if recipe.data.streaming and has_companions(task):
+        raise InputError(
+            f"task {recipe.task} collates each row with other rows of the data set, which a stream does not have",
+            hint="set data.streaming to false",
+        )
     if trains:
         check_metric(recipe, type(task))
     with recording_task(recipe.task):

@@ -20,6 +20,7 @@ from ftcli.config.plan import shorten_for_dry_run
 from ftcli.config.recipe import Recipe
 from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
+from ftcli.models.helper_models import check_helpers
 from ftcli.models.positions import check_lengths
 from ftcli.models.token_ids import check_token_ids
 from ftcli.models.trained_on import check_trained_on, differences, identity_of
@@ -223,6 +224,7 @@ def _read_start(
     base, model = identity_of(resolved.recipe), resolved.recipe.model
     if state is not None and not anyway:
         check_trained_on(state.get("frozen"), model.name, model.revision, now=base)
+        check_helpers(state, resolved.recipe)
     return _Start(requested, resolved, base, checkpoint, state)
 
 

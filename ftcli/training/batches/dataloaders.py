@@ -16,6 +16,7 @@ import numpy as np
 from ftcli.config.task_registry import FROM_FILE, find_task
 from ftcli.data.sampler import Key
 from ftcli.runtime.seeds import PADDING
+from ftcli.tasks.protocol import has_companions
 
 if TYPE_CHECKING:
     from ftcli.data.packing import Bins
@@ -37,7 +38,8 @@ class Rows(WithTask):
     With a third number, the index of another row of the step, the row has that row as `partner`. It is None if the two
     are one, or if one of them is excluded.
 
-    A document is a dictionary. A packed row has several documents, any other row one. Excluded documents, and rows that
+    A document is a dictionary. A packed row has several documents, any other row one. A task with `companions` gets
+    further rows with each (optional_members.py). Excluded documents, and rows that
     fill up a micro-batch, are blank: they keep their shape and do not contribute to the loss.
 
     Args:
@@ -63,6 +65,7 @@ class Rows(WithTask):
         self.columns = {} if columns is None else columns  # an empty one may be filled in later
         self.rows, self.task, self.training, self.bins, self.excluded = rows, task, training, bins, excluded
         self.stand_in = stand_in
+        self.index: Any = task.index_rows(rows) if has_companions(task) else None  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self.rows) if self.bins is None else len(self.bins)
@@ -81,6 +84,9 @@ class Rows(WithTask):
     def _document(self, number: int, epoch: int, *, blank: bool) -> Row:
         row = self.rows[number] | {"epoch": epoch, "training": self.training}
         row |= {name: column[number] for name, column in self.columns.items()}
+        if has_companions(self.task):
+            numbers = self.task.companions(row, self.index)  # type: ignore[attr-defined]
+            row["companions"] = [self.rows[companion] for companion in numbers]
         return self.task.blank(row) | {"id": PADDING} if blank or row["id"] in self.excluded else row
 
 

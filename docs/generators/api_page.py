@@ -12,7 +12,7 @@ from markup import header
 
 import ftcli
 from ftcli.task_contract import check_task
-from ftcli.tasks import protocol
+from ftcli.tasks import optional_members, protocol
 from ftcli.testing import (
     run_on_cpu,
     save_tiny_causal,
@@ -47,7 +47,12 @@ TESTING = [
     save_tiny_vision_language,
 ]
 # Further methods of tasks, and the classes of the values that tasks have, return or are given.
-OPTIONAL_PROTOCOLS: list[type] = [protocol.Showing, protocol.Writes]
+OPTIONAL_PROTOCOLS: list[type] = [
+    optional_members.Showing,
+    optional_members.Writes,
+    optional_members.Companions,
+    optional_members.Draws,
+]
 TASK_VALUES: list[type] = [protocol.TaskProperties, protocol.Span, protocol.Term, protocol.Seen]
 # Classes that users read, and the members that the page lists.
 MEMBERS = {"ftcli.RunFolder": ["final", "status", "metrics", "training_rows"]}
@@ -75,7 +80,7 @@ def page() -> str:
     for name, method in _methods(protocol.Task):
         lines += _entry(f"Task.{name}", method)
     for optional in OPTIONAL_PROTOCOLS:
-        lines += _fields(f"ftcli.tasks.protocol.{optional.__name__}", optional)
+        lines += _fields(f"ftcli.tasks.optional_members.{optional.__name__}", optional)
         for name, method in _methods(optional):
             lines += _entry(f"{optional.__name__}.{name}", method)
     for value in TASK_VALUES:

@@ -96,6 +96,13 @@ TASK_METRICS = {
     "max_reward": "Highest score of an answer.",
     "logps/chosen": "Mean log-probability of the chosen answers.",
     "logps/rejected": "Mean log-probability of the rejected answers.",
+    "identity": "Mean of 1 less the cosine of the recogniser's vectors of fused face and source.",
+    "reconstruction": "Mean absolute difference of the pixels of fused face and target, for pairs of one person.",
+    "perceptual": "Mean squared difference of features of fused face and target, relative to the target's mean square.",
+    "attributes": "Half the mean squared difference of the generator's features of fused face and target.",
+    "similarity": "Mean cosine of the recogniser's vectors of fused face and source, for pairs of two people.",
+    "likeness": "The same of fused face and target.",
+    "between": "The same of source and target. A copy of the target has this `similarity`.",
 }
 SAMPLES = {
     "step": "Number of optimizer steps done.",

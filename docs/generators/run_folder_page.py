@@ -11,6 +11,7 @@ from markup import code, header, table
 from ftcli.runtime.checkpoint_names import CHECKPOINTS, COMPLETE, STATE
 from ftcli.runtime.folder_lock import LOCK
 from ftcli.runtime.run_folder import EVENTS, FLIGHT_RECORDER, HEARTBEATS, LOADS, ORIGIN
+from ftcli.training.evaluation_drawings import FOLDER as DRAWINGS
 from ftcli.training.memory import RESULT_FILE
 from ftcli.training.trackers import TRACKERS
 
@@ -34,6 +35,8 @@ ALWAYS = {
     "Missing if the base model is quantized, and for tasks without a probe.",
 }
 SOMETIMES = {
+    f"{DRAWINGS}/step-NNNNNN-NAME": "Images of an evaluation, of tasks that draw them. `ftcli evaluate` writes "
+    "`final-NAME`.",
     "samples.jsonl": "`evaluate.generate`: the answers at each evaluation.",
     "ftcli/": "`log.trackers: [tensorboard]`: event files.",
     TRACKERS: "`log.trackers`: the ids of the run in the trackers, and the step after which each attempt continued.",

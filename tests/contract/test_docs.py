@@ -83,15 +83,15 @@ def test_public_functions_have_arguments_errors_and_an_example() -> None:
 
 
 def test_api_page_has_every_class_of_the_task_protocol() -> None:
-    from ftcli.tasks import protocol
+    from ftcli.tasks import optional_members, protocol
 
     page = (ROOT / "docs" / "reference" / "python-api.md").read_text()
-    classes = [value for value in vars(protocol).values() if isinstance(value, type)]
-    own = [value.__name__ for value in classes if value.__module__ == protocol.__name__]
-    assert {"Task", "Showing", "TaskProperties"} <= set(own)
-    assert [
-        name for name in own if f"### {name}." not in page and f"### ftcli.tasks.protocol.{name}\n" not in page
-    ] == []
+    modules = (protocol, optional_members)
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    own = {(value.__module__, value.__name__) for value in classes}
+    own = {pair for pair in own if pair[0] in {module.__name__ for module in modules}}
+    assert {"Task", "Showing", "TaskProperties", "Draws"} <= {name for _, name in own}
+    assert [name for place, name in own if f"### {name}." not in page and f"### {place}.{name}\n" not in page] == []
 
 
 def test_metrics_page_lists_exactly_the_keys_of_training_rows(

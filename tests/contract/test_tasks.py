@@ -26,6 +26,7 @@ NAMES = {
     "preference": "preference",
     "reward": "reward",
     "unpaired_preference": "unpaired",
+    "face_swap": "faces",
 }
 
 

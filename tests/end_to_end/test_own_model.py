@@ -20,6 +20,7 @@ from ftcli.reports.check import check
 from ftcli.reports.comparison import TOLERANCES, Curve, compare
 from ftcli.runtime.errors import InputError, RunError
 from ftcli.runtime.run_folder import RunFolder
+from ftcli.task_contract import check_task
 from ftcli.testing import run_on_cpu, save_tiny_encoder
 from ftcli.training.checkpointing import save_checkpoint
 from ftcli.training.final_weights import save_final
@@ -142,6 +143,7 @@ def recipe(folder: Path, task: str, **model: str) -> Path:
 def test_task_with_its_own_module_trains_resumes_evaluates_and_exports(is_probed: bool, inputs: Path) -> None:
     path = recipe(inputs, OWN + PROBED * is_probed)
     assert "task builds its own model" in str(check(path))
+    check_task(path)  # its model returns no logits of transformers
     run = ftcli.prepare(path, cpu=True, output=inputs / "run")
     assert any("of its own model: " in fact for fact in run.log_lines)
     assert json.loads((inputs / "run" / "environment.json").read_text())["resolution"] == []  # it is not on the hub

@@ -35,12 +35,22 @@ def curve(recipe: Any) -> list[dict[str, Any]]:
     from ftcli.training.setup import prepare
 
     fields = ("loss", "grad_norm", "learning_rate", "items", "samples", "rows", "source_items", "source_losses")
+    fields += ("term_losses",)
     return [{name: getattr(step, name) for name in fields} for step in steps(prepare(recipe, cpu=True))]
 
 
 def long_curves(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return 20 steps at every micro size; 37 rows in steps of 12 leave one row for the end of each epoch."""
-    return {
+    """Return 20 steps at every micro size; 37 rows in steps of 12 leave one row for the end of each epoch.
+
+    The cell `faces` has four terms with two counts, and pairs of rows.
+    """
+    faces = {
+        f"faces, micro {micro}": curve(
+            cell(folder, "faces", batch={"global_size": 12, "micro_size": micro}, train={"max_steps": STEPS})
+        )
+        for micro in MICRO_SIZES
+    }
+    return faces | {
         f"micro {micro}, drop_last {drop_last}": curve(
             cell(
                 folder,
@@ -90,6 +100,7 @@ def assert_same(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) ->
         for name in ("learning_rate", "items", "samples", "rows", "source_items"):
             assert b[name] == a[name]
         assert b["source_losses"] == pytest.approx(a["source_losses"], rel=1e-5)
+        assert b["term_losses"] == pytest.approx(a["term_losses"], rel=1e-5)
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
 
@@ -105,6 +116,8 @@ def test_one_process_at_every_micro_size_gives_one_curve(long_single: dict[str, 
         expected = long_single[f"micro 1, drop_last {drop_last}"]
         for micro in MICRO_SIZES:
             assert_same(expected, long_single[f"micro {micro}, drop_last {drop_last}"])
+    for micro in MICRO_SIZES:
+        assert_same(long_single["faces, micro 1"], long_single[f"faces, micro {micro}"])
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "thoughts.jsonl").write_text("\n".join(map(json.dumps, thoughts)) + "\n")
     _write_answers(folder)
     _write_weights_and_targets(folder)
+    _write_faces(folder)
     for index in range(30):
         label = ["red", "green"][index % 2]
         (folder / "images" / label).mkdir(parents=True, exist_ok=True)
@@ -155,6 +156,26 @@ def _write_weights_and_targets(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
 
 
+def _write_faces(folder: Path) -> None:
+    """Write drawn faces of seven people, most of them with several pictures of other sizes and modes."""
+    from PIL import Image, ImageDraw
+
+    draw = random.Random(3)
+    for person in range(7):
+        skin, eyes, mouth = (draw.randint(*bounds) for bounds in ((120, 230), (2, 4), (3, 6)))
+        for picture in range(1 if person == 6 else 5):
+            size = draw.choice([(24, 24), (30, 24), (20, 26)])
+            image = Image.new("RGB", size, (draw.randint(0, 90), 40, 60))
+            pen, left, top = ImageDraw.Draw(image), draw.randint(2, 4), draw.randint(2, 4)
+            pen.ellipse((left, top, left + 15, top + 17), fill=(skin, skin - 40, skin - 60))
+            for eye in (left + 4, left + 10):
+                pen.ellipse((eye, top + 5, eye + eyes, top + 5 + eyes), fill=(20 * person, 0, 0))
+            pen.line((left + 4, top + 13, left + 4 + mouth, top + 13), fill=(90, 0, 0))
+            path = folder / "faces" / f"person-{person}" / f"{picture}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.convert(["RGB", "L", "RGBA"][picture % 3]).save(path)
+
+
 def cell(folder: Path, name: str, **changes: Any) -> Recipe:
     """Return one small recipe by name; `changes` replace whole sections."""
     sources = {
@@ -165,6 +186,7 @@ def cell(folder: Path, name: str, **changes: Any) -> Recipe:
         "preference": "pairs.jsonl",
         "unpaired_preference": "labelled.jsonl",
         "reward": "pairs.jsonl",
+        "face_swap": "faces",
     }
     task, model, adapter = (CELLS | FURTHER_CELLS)[name]
     values: dict[str, Any] = {
@@ -179,6 +201,12 @@ def cell(folder: Path, name: str, **changes: Any) -> Recipe:
     }
     if task == "two_passes.py":
         values["model"]["gradient_checkpointing"] = "full"
+    if task == "face_swap":
+        sizes = {"image_size": 16, "channels": 8, "identity_size": 16, "blocks": 1, "same_person": 0.5}
+        values["model"] = {}
+        values["task_options"] = sizes | {"perceptual": str(folder / model)}
+        values["optimizer"]["learning_rate"] = 1e-3  # the generator has random weights
+        del values["data"]["max_length"]
     if task == "image_classification":
         values["task_options"] = {"flip": 0.5}
         del values["data"]["max_length"]  # it has no effect on images
@@ -228,6 +256,7 @@ CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mobilenet": ("image_classification", "mobilenet", {}),
     "resnet": ("image_classification", "resnet", {}),
     "resnet-sync": ("image_classification", "resnet", {}),
+    "faces": ("face_swap", "vit", {}),  # the model is a frozen network of the loss
 }
 # Trained and exported just as others are, so not in every matrix.
 FURTHER_CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {

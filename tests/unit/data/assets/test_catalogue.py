@@ -311,6 +311,39 @@ def test_digits_are_an_image_folder_and_balanced(cache: Path) -> None:
         assert max(image.tobytes()) > 200  # ink is white, the full range is used
 
 
+def test_faces_are_one_folder_for_each_person_and_come_from_the_wheel_of_one_platform(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hashlib
+    import io
+    import zipfile
+
+    import numpy as np
+    from PIL import Image
+
+    index, content = tmp_path / "index", io.BytesIO()
+    index.mkdir()
+    np.save(content, np.linspace(0, 1, 200)[:, None, None] * np.ones((200, 25, 25)))
+    wheel = index / "scikit_image-0.26.0-cp311-cp311-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        info = "scikit_image-0.26.0.dist-info"
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: scikit-image\nVersion: 0.26.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: cp311-cp311-manylinux_2_28_x86_64\n")
+        archive.writestr(f"{info}/RECORD", "")
+        archive.writestr("skimage/data/lfw_subset.npy", content.getvalue())
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(asset_rows, "SCIKIT_IMAGE", models.SCIKIT_IMAGE._replace(sha256=digest))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    folder = fetch_asset("faces", report=print)
+    people = {part: [path.parent.name for path in (folder / part).glob("*/face.png")] for part in ("train", "test")}
+    assert [len(set(names)) for names in people.values()] == [85, 15] and not {*people["train"]} & {*people["test"]}
+    with Image.open(next((folder / "test").glob("*/face.png"))) as image:
+        number = int(next((folder / "test").glob("*/face.png")).parent.name.removeprefix("person-"))
+        assert (image.mode, image.size) == ("L", (25, 25)) and number < 100
+        assert image.getpixel((3, 4)) == round(255 * number / 199)
+
+
 def test_split_depends_on_rows_alone_not_on_their_order() -> None:
     rows = [{"text": f"row {index}"} for index in range(50)]
     train, held_out = split(rows, 7)

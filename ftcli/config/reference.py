@@ -57,12 +57,13 @@ def recipe_schema() -> dict[str, Any]:
 def _custom_task_rule(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the rule that shipped tasks need `model.name`, and remove that requirement from the schema itself.
 
-    A custom task may build its own model.
+    A custom task may build its own model, and some shipped tasks do.
     """
+    building = [task for task in list_tasks() if find_task(task).Task.auto_class is None]
     schema["required"].remove("model")
     del schema["$defs"]["Model"]["required"]
     return {
-        "if": {"properties": {"task": {"pattern": CUSTOM_TASK}}, "required": ["task"]},
+        "if": {"properties": {"task": {"anyOf": [{"pattern": CUSTOM_TASK}, {"enum": building}]}}, "required": ["task"]},
         "else": {"required": ["model"], "properties": {"model": {"required": ["name"]}}},
     }
 

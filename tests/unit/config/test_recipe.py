@@ -528,7 +528,9 @@ def test_recipe_schema_refuses_what_the_program_refuses(change: str) -> None:
 
 
 @pytest.mark.parametrize("model", [None, {}, {"revision": "main"}])
-@pytest.mark.parametrize(("task", "is_good"), [("./task.py", True), ("package.task", True), ("sft", False)])
+@pytest.mark.parametrize(
+    ("task", "is_good"), [("./task.py", True), ("package.task", True), ("face_swap", True), ("sft", False)]
+)
 def test_recipe_schema_requires_a_model_where_the_program_does(
     task: str, is_good: bool, model: dict[str, str] | None
 ) -> None:
@@ -541,7 +543,7 @@ def test_recipe_schema_requires_a_model_where_the_program_does(
 
 
 def test_list_tasks_is_the_list_of_task_files() -> None:
-    shipped = ("image_classification", "preference", "pretrain", "reward", "sft", "text_classification")
+    shipped = ("face_swap", "image_classification", "preference", "pretrain", "reward", "sft", "text_classification")
     assert list_tasks() == [*shipped, "unpaired_preference"]
     assert find_task("sft").__name__ == "ftcli.tasks.sft"
 

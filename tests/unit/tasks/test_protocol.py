@@ -43,7 +43,7 @@ LANGUAGE_MODELS = ["preference", "pretrain", "sft", "unpaired_preference"]
 def test_tasks_where_names_the_shipped_tasks_with_a_property() -> None:
     assert tasks_where(lambda task: task.uses_vocabulary_logits) == LANGUAGE_MODELS
     assert tasks_where(lambda task: task.default_truncation == "split") == ["pretrain"]
-    assert tasks_where(lambda task: not task.reads_text) == ["image_classification"]
+    assert tasks_where(lambda task: not task.reads_text) == ["face_swap", "image_classification"]
     assert tasks_where(lambda task: task.needs_tokenizer) == sorted([*LANGUAGE_MODELS, "reward", "text_classification"])
 
 

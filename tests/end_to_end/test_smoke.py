@@ -133,6 +133,17 @@ def test_smoke_resnet_learns_digits_from_random_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_smoke_face_swap_losses_fall_and_faces_are_drawn(tmp_path: Path) -> None:
+    fetch("smoke/face_swap")
+    few = ["train.max_steps=12", "batch.micro_size=16", "evaluate.every_steps=12"]
+    run = train_forked("face_swap", tmp_path / "run", few)
+    first, last = (row for row in run.metrics() if "loss" not in row)
+    for name in ("identity", "reconstruction", "perceptual", "attributes"):
+        assert last[f"eval/{name}"] < 0.9 * first[f"eval/{name}"], name
+    assert len(list((run.path / "drawings").glob("*.png"))) == 2
+
+
+@pytest.mark.slow
 def test_smoke_text_classification_accuracy_exceeds_the_majority_class(tmp_path: Path) -> None:
     fetch("smoke/text_classification")
     few = ["train.max_steps=14", "batch.global_size=16", "evaluate.at_start=false", "data.eval.max_rows=100"]
@@ -153,6 +164,13 @@ def test_whole_smoke_image_classification_reaches_its_accuracy(tmp_path: Path) -
     fetch("smoke/image_classification")
     last = train("image_classification", "single", tmp_path / "run", []).metrics()[-1]
     assert last["eval/accuracy"] > 0.8 and last["eval/macro_f1"] > 0.8
+
+
+@pytest.mark.full
+def test_whole_smoke_face_swap_gives_more_of_the_source_than_a_copy_of_the_target(tmp_path: Path) -> None:
+    fetch("smoke/face_swap")
+    last = train("face_swap", "single", tmp_path / "run", []).metrics()[-1]
+    assert last["eval/similarity"] > last["eval/between"] + 0.1 and last["eval/reconstruction"] < 0.1
 
 
 @pytest.mark.full

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 import torch
 
@@ -45,6 +44,7 @@ from ftcli.runtime.process import local_world_size, profile_path
 from ftcli.runtime.run_folder import RunFolder, has_checkpoints
 from ftcli.tasks.shared.metric_names import require_metric
 from ftcli.training.nonfinite import REMEDY
+from ftcli.training.progress import gather_cursors
 
 if TYPE_CHECKING:
     from ftcli.training.run import Run
@@ -187,22 +187,6 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         "buffers": [s.name for s in run.hardware.state_shards(run.model, run.optimizer) if "buffer" in s.tensors],
         "recipe": stored_form(run.recipe).model_dump(mode="json"),
     }
-
-
-def gather_cursors(run: Run, step: int) -> list[list[int]] | None:
-    """Return the cursor of every lane of a stream after a step, as integers. A collective.
-
-    Args:
-        run: The run.
-        step: Number of the step.
-
-    Returns:
-        One row of integers for each lane; None if the training rows are not a stream.
-    """
-    if run.stream is None:
-        return None
-    cursors: list[list[int]] = np.unique(run.hardware.ranks.gather(run.stream.cursors(step)), axis=0).tolist()
-    return cursors
 
 
 def _copied(part: FileContents) -> TensorFile:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ftcli.runtime.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -54,8 +56,6 @@ class Progress:
             self.done = run.first_step
         elif self.done != run.first_step and self.done < run.steps:
             if run.stream is not None:
-                from ftcli.training.checkpointing import gather_cursors
-
                 run.stream.seek(self.done, gather_cursors(run, self.done))
             elif run.order is not None:
                 run.order.first_step = self.done
@@ -108,3 +108,19 @@ class Progress:
                     if name == "optimizer"
                     else "change the model in the task's load_model or finish_model",
                 )
+
+
+def gather_cursors(run: Run, step: int) -> list[list[int]] | None:
+    """Return the cursor of every lane of a stream after a step, as integers. A collective.
+
+    Args:
+        run: The run.
+        step: Number of the step.
+
+    Returns:
+        One row of integers for each lane; None if the training rows are not a stream.
+    """
+    if run.stream is None:
+        return None
+    cursors: list[list[int]] = np.unique(run.hardware.ranks.gather(run.stream.cursors(step)), axis=0).tolist()
+    return cursors

@@ -6,6 +6,7 @@ never waited for. Light: never imports torch.
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from contextlib import suppress
@@ -136,11 +137,13 @@ def read_scheduled(tasks: Path) -> dict[str, tuple[int, int]]:
     Args:
         tasks: The folder /proc/PID/task. Systems without it, or without its statistics, give nothing.
     """
-    times = {}
-    for path in tasks.glob("*/schedstat"):
-        with suppress(OSError, ValueError):  # the thread has ended
-            ran, waited, _ = map(int, path.read_text().split())
-            times[path.parent.name] = (ran, waited)
+    times: dict[str, tuple[int, int]] = {}
+    if not tasks.is_dir():
+        return times
+    for name in os.listdir(tasks):  # a run has many threads, so this loop is kept short
+        with suppress(OSError, ValueError), open(f"{tasks}/{name}/schedstat", "rb") as file:  # it may have ended
+            ran, waited, _ = map(int, file.read().split())
+            times[name] = (ran, waited)
     return times
 
 

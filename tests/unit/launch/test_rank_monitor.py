@@ -46,7 +46,7 @@ with record_failure(folder), Heartbeat(folder):
     (folder.path / f"saw-{other}").touch()
     while not (folder.path / f"saw-{rank}").exists(): time.sleep(0.01)  # its heartbeat goes when it ends
     if rank == 0: folder.write_status("running", 7, 0)
-    while folder.status().get("state") != "running": time.sleep(0.01)
+    while folder.status().get("state") not in ("running", "done"): time.sleep(0.01)
     {body}
 if rank == 0: folder.write_status("done", 8, 0)
 """

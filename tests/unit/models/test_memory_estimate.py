@@ -351,16 +351,15 @@ def test_estimate_of_zero3_counts_padded_shards() -> None:
 @pytest.mark.parametrize("profile", ["single", "ddp", "fsdp", "zero2", "zero3", "zero3_offload"])
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_check_reports_no_compilation_for_an_adapter_under_zero3(profile: str, adapter: str, tmp_path: Path) -> None:
-    from ftcli.reports.check import _memory_estimate
+    from ftcli.reports.check import _expect_passes
 
     folder = str(save_tiny_causal(tmp_path))
     message = set()
     for asks in (False, True):
         model = {"name": folder, "torch_compile": asks}
         small_recipe = recipe(model=model, data={"train": "x", "max_length": 2**20}, adapter={"type": adapter})
-        message |= set(
-            _memory_estimate(small_recipe, load_profile(profile), derive_plan(small_recipe, 2), cpu=True).values()
-        )
+        _, facts, _ = _expect_passes(small_recipe, load_profile(profile), derive_plan(small_recipe, 2), cpu=True)
+        message |= set(facts.values())
     assert (len(message) == 1) == (profile.startswith("zero3") and adapter == "lora")
 
 

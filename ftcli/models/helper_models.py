@@ -113,7 +113,7 @@ def load_helper(auto_class: str, recipe: Recipe, key: str, name: str, *, dtype: 
 
     auto = getattr(transformers, auto_class)
     if not has_values:
-        return auto.from_config(configuration(recipe, key, name), dtype=dtype)
+        return auto.from_config(configuration(recipe, key, name), dtype=dtype, trust_remote_code=False)
     model, info = load_from_hub(auto, _section(recipe, name), key=key, dtype=dtype, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise InputError(

@@ -152,8 +152,8 @@ def test_export_that_writes_a_wrong_weight_of_a_checkpoint_is_refused(
 ) -> None:
     right = assemble.full_weights
 
-    def wrong(*arguments: Any) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
-        shapes, values = right(*arguments)
+    def wrong(*arguments: Any, **options: Any) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
+        shapes, values = right(*arguments, **options)
         return shapes, ((name, value * (1.05 if "layers.1.mlp.down_proj" in name else 1)) for name, value in values)
 
     monkeypatch.setattr(assemble, "full_weights", wrong)

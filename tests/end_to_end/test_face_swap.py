@@ -148,7 +148,10 @@ def test_resume_with_another_helper_network_is_refused(run: Path, recipe: Recipe
     name = next(name for name, value in weights.items() if value.ndim == 4)
     save_file(weights | {name: weights[name] * 2}, file, metadata={"format": "pt"})
     try:
-        with pytest.raises(InputError, match=r"the frozen weights of \S+mobilenet are not those with which the model"):
+        with pytest.raises(
+            InputError,
+            match=r"the frozen weights of task_options.perceptual: \S+mobilenet are not those with which the model",
+        ):
             ftcli.prepare(recipe, cpu=True, resume=checkpoint_path(run, 2))
         assert ftcli.prepare(recipe, cpu=True, resume=checkpoint_path(run, 2), resume_anyway=True).first_step == 2
     finally:

@@ -110,9 +110,9 @@ def write_inputs(place: Path) -> None:
         image.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4)).save(image)
     for name, file in list_recipes().items():
-        text = re.sub(r"name: asset:\S+", "name: model", file.read_text())
+        text = re.sub(r'name: "?asset:[^\s",}]+"?', "name: model", file.read_text())
         data = "images" if "image" in name else DATA_OF.get(name, "chats.jsonl")
-        (place / f"{name.replace('/', '_')}.yaml").write_text(re.sub(r"asset:\S+", data, text))
+        (place / f"{name.replace('/', '_')}.yaml").write_text(re.sub(r'"?asset:[^\s",}]+"?', data, text))
 
 
 @cache

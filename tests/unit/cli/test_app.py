@@ -107,6 +107,7 @@ def test_app_every_problem_of_a_recipe_is_printed(tmp_path: Path) -> None:
 def test_show_lists_tasks_and_refuses_unknown_words() -> None:
     result = run_ftcli("show", "tasks")
     assert [line.split()[0] for line in result.stdout.splitlines()] == [
+        "face_swap",
         "image_classification",
         "preference",
         "pretrain",

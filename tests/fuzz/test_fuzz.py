@@ -110,8 +110,8 @@ def write_inputs(place: Path) -> None:
         image.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4)).save(image)
     for name, file in list_recipes().items():
-        text = re.sub(r'name: "?asset:[^\s",}]+"?', "name: model", file.read_text())
-        data = "images" if "image" in name else DATA_OF.get(name, "chats.jsonl")
+        text = re.sub(r'(name|perceptual): "?asset:[^\s",}]+"?', r"\1: model", file.read_text())
+        data = "images" if re.search("image|resnet|face", name) else DATA_OF.get(name, "chats.jsonl")
         (place / f"{name.replace('/', '_')}.yaml").write_text(re.sub(r'"?asset:[^\s",}]+"?', data, text))
 
 

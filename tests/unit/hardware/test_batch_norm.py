@@ -109,6 +109,21 @@ def test_prepare_freezes_batch_norm_of_a_layer_that_a_task_adds(tmp_path: Path) 
     assert not [module for module in run.model.modules() if isinstance(module, nn.BatchNorm1d) and module.training]
 
 
+# Adds a layer that nothing calls to a model of texts, whose passes can be formed by tokens.
+ADDS_A_NORM_TO_TEXT = ADDS_A_NORM.replace("image_classification", "text_classification")
+
+
+def test_prepare_with_passes_by_tokens_and_trained_batch_norm_is_refused(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "adds.py").write_text(ADDS_A_NORM_TO_TEXT)
+    model = {"name": str(inputs / "encoder"), "dropout": 0.0, "batch_norm": "sync"}
+    batch = {"global_size": 12, "micro_size": "auto"}
+    recipe = cell(inputs, "text", model=model, batch=batch).model_copy(update={"task": str(tmp_path / "adds.py")})
+    with pytest.raises(InputError) as caught:
+        ftcli.prepare(recipe, cpu=True)
+    assert "batch.micro_size: auto adds forward passes without rows" in str(caught.value)
+    assert "set batch.micro_size to a number, or batch_norm to frozen" in str(caught.value)
+
+
 def test_recipe_changes_of_the_micro_size_affect_a_curve_with_trained_statistics(tmp_path: Path) -> None:
     before, after = resnet(tmp_path), resnet(tmp_path, batch={"global_size": 12, "micro_size": 4})
     state = {"recipe": before.model_dump(mode="json"), "step": 1, "data": {"rows": 12}}

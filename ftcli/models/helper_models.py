@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.task_registry import task_class
@@ -63,23 +64,30 @@ def helper_folder(name: str, key: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def helper_digests(recipe: Recipe) -> dict[str, str]:
-    """Return a digest of each helper model of a recipe whose files are on this machine, by its key."""
-    folders = {key: helper_folder(name, key) for key, name in helper_names(recipe).items()}
-    return {key: folder_digest(folder) for key, folder in folders.items() if folder is not None}
+def helper_digests(recipe: Recipe, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return a digest of each helper model of a recipe whose files are on this machine, by its key.
+
+    Args:
+        recipe: The recipe.
+        known: Digests that need not be computed again.
+    """
+    names = helper_names(recipe)
+    folders = {key: helper_folder(name, key) for key, name in names.items() if key not in known}
+    return {**known, **{key: folder_digest(folder) for key, folder in folders.items() if folder is not None}}
 
 
-def check_helpers(state: Mapping[str, Any], recipe: Recipe) -> None:
+def check_helpers(state: Mapping[str, Any], recipe: Recipe, now: Mapping[str, str]) -> None:
     """Check that the helper models of a recipe are those with which a checkpoint was trained.
 
     Args:
         state: The checkpoint's state.json.
         recipe: The recipe whose helpers are used now.
+        now: Their digests, the result of `helper_digests`.
 
     Raises:
         InputError: A digest differs. Keys that one of the two lacks are not compared.
     """
-    now, names = helper_digests(recipe), helper_names(recipe)
+    names = helper_names(recipe)
     problems = [
         Problem(
             f"the frozen weights of {key}: {names[key]} are not those with which the model was trained: "

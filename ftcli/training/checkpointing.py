@@ -34,7 +34,6 @@ from ftcli.config.trust import stored_form
 from ftcli.data.fingerprints import FORMULA
 from ftcli.data.streaming.samples import stream_digests
 from ftcli.hardware.batch_norm import average_statistics
-from ftcli.models.helper_models import helper_digests
 from ftcli.runtime.checkpoint_names import STATE, checkpoint_path, step_of
 from ftcli.runtime.durable_files import make_folder, write_durably
 from ftcli.runtime.environment import package_versions
@@ -180,7 +179,7 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         "stream": gather_cursors(run, step),
         "resolution": run.resolved.entries,
         "frozen": run.base,
-        "helpers": helper_digests(run.recipe),
+        **({"helpers": run.helpers} if run.helpers else {}),
         "derived": run.derived,
         "versions": package_versions(),
         "parameters": run.hardware.trained_shapes(run.model),

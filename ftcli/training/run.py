@@ -59,6 +59,7 @@ class Run:
     guard: NonFiniteGuard
     resolved: Resolved  # commits of what is on the hub
     base: dict[str, Any] | None  # what the model was before training; see trained_on.py
+    helpers: dict[str, str]  # digests of frozen helper models; see helper_models.py
     log_lines: list[str] = field(default_factory=list)  # facts about the run, one line each
     folder: RunFolder | None = None
     stop: StopRequest = field(default_factory=StopRequest)

@@ -20,7 +20,7 @@ from ftcli.config.plan import shorten_for_dry_run
 from ftcli.config.recipe import Recipe
 from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
-from ftcli.models.helper_models import check_helpers
+from ftcli.models.helper_models import check_helpers, helper_digests
 from ftcli.models.positions import check_lengths
 from ftcli.models.token_ids import check_token_ids
 from ftcli.models.trained_on import check_trained_on, differences, identity_of
@@ -129,6 +129,7 @@ def prepare(
         began=started,
         resolved=start.resolved,
         base=start.checked_base(anyway=resume_anyway),
+        helpers=start.checked_helpers(anyway=resume_anyway),
         recomputed=acceleration.recomputation.mode,
         compiled=acceleration.compiled,
     )
@@ -171,6 +172,7 @@ class _Start:
         requested: The recipe as the user wrote it, with overrides.
         resolved: The same recipe with the commits of names on the hub.
         base: What the model is (`identity_of`); None if it is not on this machine before it is loaded.
+        helpers: Digests of the helper models whose files are on this machine before they are loaded.
         checkpoint: Folder of the checkpoint to resume from, or None.
         state: Its state.json, or None.
     """
@@ -178,6 +180,7 @@ class _Start:
     requested: Recipe
     resolved: Resolved
     base: dict[str, Any] | None
+    helpers: dict[str, str]
     checkpoint: Path | None
     state: dict[str, Any] | None
 
@@ -197,6 +200,13 @@ class _Start:
         if self.state is not None and base is not None and not anyway:
             check_trained_on(self.state.get("frozen"), model.name, model.revision, now=base)
         return base
+
+    def checked_helpers(self, *, anyway: bool) -> dict[str, str]:
+        """Return the digests of the loaded helper models. Those that were found only now are compared, too."""
+        helpers = helper_digests(self.resolved.recipe, self.helpers)
+        if self.state is not None and not anyway:
+            check_helpers(self.state, self.resolved.recipe, helpers)
+        return helpers
 
     def first_step(self, data: PreparedData, *, anyway: bool) -> int:
         """Return the number of steps that are done: those of the checkpoint, if it fits the rows."""
@@ -222,10 +232,11 @@ def _read_start(
     state = None if checkpoint is None else read_state(checkpoint)
     resolved = resolve(requested, state)
     base, model = identity_of(resolved.recipe), resolved.recipe.model
+    helpers = helper_digests(resolved.recipe)
     if state is not None and not anyway:
         check_trained_on(state.get("frozen"), model.name, model.revision, now=base)
-        check_helpers(state, resolved.recipe)
-    return _Start(requested, resolved, base, checkpoint, state)
+        check_helpers(state, resolved.recipe, helpers)
+    return _Start(requested, resolved, base, helpers, checkpoint, state)
 
 
 def _prepare_data(

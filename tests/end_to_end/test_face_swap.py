@@ -146,6 +146,9 @@ def test_resume_with_another_helper_network_is_refused(run: Path, recipe: Recipe
     shutil.copy(file, tmp_path)
     weights = load_file(file)
     name = next(name for name, value in weights.items() if value.ndim == 4)
+    (tmp_path / "mine.py").write_text("from ftcli.tasks.face_swap import Options, Task as Task\n")
+    later = recipe.model_copy(update={"task": str(tmp_path / "mine.py")})  # its helpers are known when it is imported
+    begun = ftcli.prepare(recipe, cpu=True, output=tmp_path / "begun")
     save_file(weights | {name: weights[name] * 2}, file, metadata={"format": "pt"})
     try:
         with pytest.raises(
@@ -153,9 +156,15 @@ def test_resume_with_another_helper_network_is_refused(run: Path, recipe: Recipe
             match=r"the frozen weights of task_options.perceptual: \S+mobilenet are not those with which the model",
         ):
             ftcli.prepare(recipe, cpu=True, resume=checkpoint_path(run, 2))
+        with pytest.raises(InputError, match="the frozen weights of task_options.perceptual"):
+            ftcli.prepare(later, cpu=True, resume=checkpoint_path(run, 2))
         assert ftcli.prepare(recipe, cpu=True, resume=checkpoint_path(run, 2), resume_anyway=True).first_step == 2
+        step = next(ftcli.steps(begun))
+        ftcli.save_checkpoint(begun, step.number)  # with the networks that were loaded, not those of the files now
     finally:
         shutil.copy(tmp_path / file.name, file)
+    first, second = (read_state(checkpoint_path(folder, n)) for folder, n in ((tmp_path / "begun", 1), (run, 2)))
+    assert first["helpers"] == second["helpers"] and list(first["helpers"]) == ["task_options.perceptual"]
 
 
 def test_card_of_the_generator_says_what_it_is(run: Path) -> None:

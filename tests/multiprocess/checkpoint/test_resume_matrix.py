@@ -234,5 +234,6 @@ def test_resume_of_a_checkpoint_of_another_model_names_a_parameter(inputs: Path,
 def test_save_checkpoint_of_an_adapter_run_stores_only_the_adapter(saves: Path, single: Curves) -> None:
     state = read_state(checkpoint_path(saves / "single" / "sft-lora", SAVED_AT))
     assert state["parameters"] and all("lora_" in name for name in state["parameters"])
+    assert "helpers" not in state  # only a task with frozen networks has them
     tied = read_state(checkpoint_path(saves / "single" / "sft-tied", SAVED_AT))
     assert "model.embed_tokens.weight" in tied["parameters"] and "lm_head.weight" not in tied["parameters"]

@@ -15,7 +15,7 @@ from ftcli.runtime.seeds import PADDING, mix, seed_of
 
 GROUPED_STEPS = 50  # steps whose rows are sorted together by group_by_length, as transformers' sampler does
 
-# (epoch, row index), which seed the augmentation of a row; with partners also the index of another row of the step.
+# (epoch, row index), which seed the augmentation of a row; with names_next also the index of the step's next row.
 Key = tuple[int, int] | tuple[int, int, int]
 Divide = Callable[[Sequence[int]], list[list[int]]]  # the rows of a step -> the rows of its passes, in global order
 
@@ -71,8 +71,8 @@ class TrainOrder:
     Yields lists of `micro_size` keys. The process of rank r takes every `processes`-th list, starting at r. The
     `processes * accumulation` lists of a step contain the `global_size` rows of that step. Rows beyond
     `steps_per_epoch` are dropped. A step with too few rows is padded, so that all processes run the same number of
-    forward passes. With `lengths` (tokens of every row) the rows of a step have similar lengths. With `partners` a key
-    has the next row of the step too, and the last row's partner is the first.
+    forward passes. With `lengths` (tokens of every row) the rows of a step have similar lengths. With `names_next` a
+    key has the next row of the step too, which is the first one for the last row. The only row of a step has none.
 
     With `divide` the lists of a step are formed by tokens: their number and their sizes change from step to step.
     """
@@ -92,11 +92,11 @@ class TrainOrder:
         steps_per_epoch: int,
         lengths: NDArray[np.int64] | None = None,
         divide: Divide | None = None,
-        partners: bool = False,
+        names_next: bool = False,
     ):
         self.rows, self.global_size, self.micro_size = rows, global_size, micro_size
         self.seed, self.first_step, self.steps, self.steps_per_epoch = seed, first_step, steps, steps_per_epoch
-        self.lengths, self.divide, self.partners = lengths, divide, partners
+        self.lengths, self.divide, self.names_next = lengths, divide, names_next
         self.batch_size = micro_size if divide is None else None
         self._epochs: dict[int, NDArray[np.int64]] = {}
 
@@ -108,10 +108,10 @@ class TrainOrder:
     def __iter__(self) -> Iterator[list[Key]]:
         for step in range(self.first_step, self.steps):
             epoch = step // self.steps_per_epoch
-            real = [int(index) for index in self.rows_of(step) if index != PADDING] if self.partners else []
-            partner = dict(zip(real, real[1:] + real[:1], strict=True))
+            real = [int(index) for index in self.rows_of(step) if index != PADDING] if self.names_next else []
+            following = dict(zip(real, real[1:] + real[:1], strict=True)) if len(real) > 1 else {}
             for rows in self.lists_of(step):
-                yield [(epoch, int(i), partner[i]) if i in partner else (epoch, int(i)) for i in rows]
+                yield [(epoch, int(i), following[i]) if i in following else (epoch, int(i)) for i in rows]
 
     def passes_of(self, step: int, processes: int) -> int:
         """Return the number of forward passes that every process makes in a step.

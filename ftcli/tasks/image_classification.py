@@ -75,8 +75,8 @@ class Task:
         if self.problem.terms is not None:  # other modules look for this attribute
             self.terms = self.problem.terms
         self.processor = load_image_processor(recipe.model)
-        self.has_partners = bool(getattr(options, "mixup", None) or getattr(options, "cutmix", None))
-        if self.has_partners:
+        self.mixes = bool(getattr(options, "mixup", None) or getattr(options, "cutmix", None))
+        if self.mixes:
             self._check_partners()
 
     def _check_partners(self) -> None:
@@ -140,6 +140,13 @@ class Task:
         """Return the number of prepared rows of each label."""
         return self.problem.count_answers(rows, facts)
 
+    def index_rows(self, rows: Dataset) -> None:
+        """Return nothing: the companion of a row is the next one of its step."""
+
+    def companions(self, row: Row, index: None) -> list[int]:
+        """Return the number of the row that mixup and cutmix mix a row with, if there is one."""
+        return [row["next"]] if self.mixes and row["next"] is not None else []
+
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the model with a head of C labels, and the names of its new modules."""
         from ftcli.models.load import load_model
@@ -163,21 +170,22 @@ class Task:
         """Return `pixel_values` `[B, channels, height, width]` float32 and `targets` `[B]` int64, on the host.
 
         With mixup or cutmix, training rows also have `partner_targets` and `shares` `[B]` float32 of their own losses.
+        Padding, and a row whose companion is excluded, are not mixed.
         """
         import torch
 
-        partners = [row.get("partner") or row for row in rows] if any("partner" in row for row in rows) else []
-        pixels = self._pixels([*rows, *partners])
-        batch = {"pixel_values": pixels[: len(rows)], "targets": collate_targets(rows)}
-        if not partners:
-            return batch
-        mixed, shares = list(batch["pixel_values"]), [1.0] * len(rows)
+        targets = collate_targets(rows)
+        if not (self.mixes and rows[0]["training"]):
+            return {"pixel_values": self._pixels(rows), "targets": targets}
+        partners = [next((c for c in row["companions"] if row["items"] and c["items"]), None) for row in rows]
+        others = [partner or row for row, partner in zip(rows, partners, strict=True)]
+        mixed, shares = list(self._pixels([*rows, *others])), [1.0] * len(rows)
         for index, row in enumerate(rows):
-            if row.get("partner"):
-                own, other = pixels[index], pixels[len(rows) + index]
+            if partners[index] is not None:
+                own, other = mixed[index], mixed[len(rows) + index]
                 mixed[index], shares[index] = self.augmentation.mix(own, other, row["epoch"], row["id"])
-        of_partners = {"partner_targets": collate_targets(partners), "shares": torch.tensor(shares)}
-        return batch | {"pixel_values": torch.stack(mixed)} | of_partners
+        of_partners = {"partner_targets": collate_targets(others), "shares": torch.tensor(shares)}
+        return {"pixel_values": torch.stack(mixed[: len(rows)]), "targets": targets} | of_partners
 
     def _pixels(self, rows: list[Row]) -> Tensor:
         """Return the pixels of rows `[B, channels, height, width]`, changed at random in training."""

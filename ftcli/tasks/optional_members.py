@@ -57,11 +57,12 @@ class Companions(Protocol):
     def companions(self, row: Row, index: Any) -> list[int]:
         """Return the numbers of the rows that `collate` gets with a row, as the list `row["companions"]`.
 
-        A number is the `id` of a prepared row in the same split. Draw it from (seed, `epoch`, `id`) alone, so that it
-        is the same on any hardware and after a resume.
+        A number is the `id` of a prepared row in the same split. It may depend on (seed, `epoch`, `id`, `next`) alone,
+        so that it is the same on any hardware and after a resume. A companion that is excluded from training is blank.
 
         Args:
-            row: A prepared row with `epoch`, `id` and `training`.
+            row: A prepared row with `epoch`, `id`, `training`, and `next`: the number of the next row of the step in
+                training; None for padding, for the only row of a step, and in evaluations.
             index: The result of `index_rows`.
         """
 

@@ -87,8 +87,9 @@ class Task(Protocol):
     mode, and cached. The rows of `collate` have them, except while they are computed. The cache is used again while
     rows, starting weights, precision, the adapter's type and `task_options` (or what `derived_from()` returns) stay.
 
-    **Companions.** A row may be trained together with others, for instance the two images of a pair. The task then has
-    `index_rows` and `companions` (optional_members.py). The rows of `collate` have them as `row["companions"]`.
+    **Companions.** A row may be trained together with others, for instance the two images of a pair, or two images of a
+    step that are mixed. The task then has `index_rows` and `companions` (optional_members.py). The rows of `collate`
+    have them as `row["companions"]`.
 
     **Helper networks.** A loss may need frozen networks, for instance a recogniser of faces. They are submodules of the
     model with an attribute `is_helper = True`, without trained weights. Profiles shard or copy them like other weights.
@@ -116,7 +117,6 @@ class Task(Protocol):
     columns: tuple[str, ...]  # required columns of a row; empty: the task recognises several formats
     # Optional: file_columns: tuple[str, ...], columns of prepared rows with paths of files that `collate` reads. The
     # contents of these files are part of the data fingerprint, their sizes and times are part of the cache key.
-    # Optional: has_partners: bool; training rows of `collate` then have `partner`, the next row of the step, or None.
     # Optional: text_columns: tuple[str, ...], columns whose fields stay text in a table (.csv, .tsv), even digits.
     # Optional: metric_names: tuple[str, ...], the keys of `metrics`; another metric in a recipe is an error.
     # Optional: the attributes of `TaskProperties` below, which other modules read without importing torch.

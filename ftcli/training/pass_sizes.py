@@ -32,7 +32,7 @@ def order_of(
     *,
     first_step: int = 0,
     passes: PassRule | None = None,
-    partners: bool = False,
+    names_next: bool = False,
 ) -> TrainOrder:
     """Return the order of the training rows.
 
@@ -42,7 +42,7 @@ def order_of(
         rows: The rows of the run, no stream.
         first_step: Number of steps that are done.
         passes: How rows are divided into passes; None: by number.
-        partners: Whether each key also names another row of the step.
+        names_next: Whether each key also names the next row of the step.
     """
     assert rows.train_rows is not None and plan.steps is not None and plan.steps_per_epoch is not None
     return TrainOrder(
@@ -55,7 +55,7 @@ def order_of(
         steps_per_epoch=plan.steps_per_epoch,
         lengths=rows.lengths,
         divide=None if passes is None else passes.divide,
-        partners=partners,
+        names_next=names_next,
     )
 
 

@@ -35,12 +35,10 @@ class WithTask:
 class Rows(WithTask):
     """Map-style data set of prepared rows. A key is (epoch, index), an item is the list of the row's documents.
 
-    With a third number, the index of another row of the step, the row has that row as `partner`. It is None if the two
-    are one, or if one of them is excluded.
-
     A document is a dictionary. A packed row has several documents, any other row one. A task with `companions` gets
-    further rows with each (optional_members.py). Excluded documents, and rows that
-    fill up a micro-batch, are blank: they keep their shape and do not contribute to the loss.
+    further rows with each (optional_members.py); the third number of a key, if any, is the next row of the step.
+    Excluded documents, and rows that fill up a micro-batch, are blank: they keep their shape and do not contribute to
+    the loss.
 
     Args:
         rows: The prepared rows.
@@ -71,23 +69,26 @@ class Rows(WithTask):
         return len(self.rows) if self.bins is None else len(self.bins)
 
     def __getitem__(self, key: Key) -> list[Row]:
-        epoch, index, *partner = key
+        epoch, index, *following = key
         number = self.stand_in if index == PADDING else index
         documents = [number] if self.bins is None or index == PADDING else self.bins[index]
-        rows = [self._document(number, epoch, blank=index == PADDING) for number in documents]
-        if partner:
-            other = self._document(partner[0], epoch, blank=False)
-            is_mixed = partner[0] != index and PADDING not in (rows[0]["id"], other["id"])
-            rows[0]["partner"] = other if is_mixed else None
-        return rows
-
-    def _document(self, number: int, epoch: int, *, blank: bool) -> Row:
-        row = self.rows[number] | {"epoch": epoch, "training": self.training}
-        row |= {name: column[number] for name, column in self.columns.items()}
+        rows = [self._document(number, epoch) for number in documents]
         if has_companions(self.task):
-            numbers = self.task.companions(row, self.index)  # type: ignore[attr-defined]
-            row["companions"] = [self.rows[companion] for companion in numbers]
-        return self.task.blank(row) | {"id": PADDING} if blank or row["id"] in self.excluded else row
+            task: Any = self.task
+            for row in rows:
+                numbers = task.companions(row | {"next": following[0] if following else None}, self.index)
+                row["companions"] = [self._blank_if_excluded(self._document(number, epoch)) for number in numbers]
+        return [self._blank(row) if index == PADDING else self._blank_if_excluded(row) for row in rows]
+
+    def _document(self, number: int, epoch: int) -> Row:
+        row: Row = self.rows[number] | {"epoch": epoch, "training": self.training}
+        return row | {name: column[number] for name, column in self.columns.items()}
+
+    def _blank_if_excluded(self, row: Row) -> Row:
+        return self._blank(row) if row["id"] in self.excluded else row
+
+    def _blank(self, row: Row) -> Row:
+        return self.task.blank(row) | {"id": PADDING}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.data.sampler import EvalOrder, TrainOrder
 from ftcli.runtime.stop import ignore_signals_in_workers
+from ftcli.tasks.protocol import has_companions
 from ftcli.training.batches.dataloaders import Collate, Rows
 from ftcli.training.pass_sizes import order_of
 
@@ -100,6 +101,6 @@ def build_loaders(
 
         assert hardware is not None
         return Loaders(build_stream(recipe, plan, task, rows.facts, hardware.ranks, excluded), evaluation, None)
-    partners = getattr(task, "has_partners", False)
-    train_order = order_of(recipe, plan, rows, first_step=first_step, passes=data.passes, partners=partners)
+    names_next = has_companions(task)
+    train_order = order_of(recipe, plan, rows, first_step=first_step, passes=data.passes, names_next=names_next)
     return Loaders(loader(rows.train, train_order, training=True), evaluation, train_order)

@@ -104,6 +104,19 @@ def test_starting_at_a_step_continues_the_same_order() -> None:
     assert whole[5 * 4 :] == rest
 
 
+def test_train_order_with_names_next_leads_through_the_rows_of_each_step() -> None:
+    for micro in (1, 4):
+        order = TrainOrder(
+            9, global_size=4, micro_size=micro, seed=1, first_step=0, steps=3, steps_per_epoch=3, names_next=True
+        )
+        keys = [key for keys in order for key in keys]
+        for step in range(3):
+            rows = [row for row in order.rows_of(step).tolist() if row != PADDING]
+            expected = [(0, row, other) for row, other in zip(rows, rows[1:] + rows[:1], strict=True)]
+            padding = [(0, PADDING)] * (4 - len(rows))
+            assert keys[4 * step : 4 * step + 4] == ([(0, rows[0]), *padding] if padding else expected)
+
+
 def test_sampler_order_depends_on_epoch_and_seed() -> None:
     orders = [tuple(epoch_order(50, seed, epoch)) for seed in range(3) for epoch in range(3)]
     assert len(set(orders)) == 9

@@ -19,6 +19,7 @@ from ftcli.data.cache import prepare_rows
 from ftcli.launch.preflight import check_inputs
 from ftcli.models.helper_models import helper_names
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.seeds import PADDING
 from ftcli.tasks.build import build_task
 from ftcli.tasks.face_swap import Task
 from ftcli.tasks.shared.face_swap_model import FaceSwapModel
@@ -193,7 +194,11 @@ def test_companions_of_a_task_come_with_its_rows_but_not_from_a_stream(inputs: P
     rows = Rows(data.rows.train, data.task, training=True)
     for number in (0, len(rows) - 1):
         expected = [data.rows.train[(number + further) % len(rows)] for further in (1, 2)]
-        assert rows[0, number][0]["companions"] == expected
+        seen = {"epoch": 3, "training": True}
+        assert rows[3, number][0]["companions"] == [row | seen for row in expected]
+    without = Rows(data.rows.train, data.task, training=True, excluded={data.rows.train[1]["id"]})
+    first, second = without[0, 0][0]["companions"]
+    assert first["id"] == PADDING and second["id"] == data.rows.train[2]["id"]
     streaming = {"train": str(inputs / "chats.jsonl"), "streaming": True, "max_length": 128}
     with pytest.raises(InputError, match="(?s)which a stream does not have.*set data.streaming to false"):
         prepare_data(cell(inputs, "sft-tied", task=task, data=streaming), trains=True, dry_run=False)

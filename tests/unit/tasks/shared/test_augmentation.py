@@ -156,7 +156,7 @@ def batches(folder: Path, micro: int, **options: Any) -> dict[int, tuple[Any, ..
     rows, collate = Rows(prepared.train, task, training=True), Collate(task)
     sizes = {"global_size": 6, "micro_size": micro, "seed": 0, "first_step": 0, "steps": 6, "steps_per_epoch": 3}
     found: dict[Any, tuple[Any, ...]] = {}
-    for keys in TrainOrder(len(rows), partners=bool(options.get("mixup")), **sizes):
+    for keys in TrainOrder(len(rows), names_next=True, **sizes):
         batch = collate([rows[key] for key in keys])
         ids = batch.pop("sample_ids").tolist()
         for index, (key, number) in enumerate(zip(keys, ids, strict=True)):
@@ -177,7 +177,7 @@ def test_loss_of_mixed_rows_is_the_share_of_both_losses(folder: Path) -> None:
     prepared = prepare_rows(task.recipe, task)
     model = task.load_model(prepared.facts, dtype=torch.float32)[0].eval()
     rows = Rows(prepared.train, task, training=True)
-    batch = task.collate([rows[0, 0, 14][0], rows[0, 14, 14][0], rows[0, -1][0]])
+    batch = task.collate([rows[0, 0, 14][0], rows[0, 14][0], rows[0, -1][0]])
     assert batch["shares"].tolist()[1:] == [1.0, 1.0] and 0 < batch["shares"][0] < 1
     logits = model(pixel_values=batch["pixel_values"]).logits
     nll = -logits.log_softmax(-1)
@@ -189,12 +189,13 @@ def test_loss_of_mixed_rows_is_the_share_of_both_losses(folder: Path) -> None:
     assert losses[2] == 0 and task.count(batch) == 2
 
 
-def test_partner_of_an_excluded_row_is_none_and_has_no_loss(folder: Path) -> None:
+def test_rows_beside_an_excluded_one_are_not_mixed(folder: Path) -> None:
     task: Any = build_task(recipe(folder, mixup=1.0))
     prepared = prepare_rows(task.recipe, task)
     rows = Rows(prepared.train, task, training=True, excluded={prepared.train[1]["id"]})
-    assert rows[0, 0, 1][0]["partner"] is None and rows[0, 1, 2][0]["partner"] is None
-    assert rows[0, 2, 3][0]["partner"]["id"] == prepared.train[3]["id"]
+    batch = task.collate([rows[0, 0, 1][0], rows[0, 1, 2][0], rows[0, 2, 3][0]])
+    assert batch["shares"].tolist()[:2] == [1.0, 1.0] and 0 < batch["shares"][2] < 1
+    assert batch["partner_targets"][2] == prepared.train[3]["target"] and task.count(batch) == 2
 
 
 def test_collate_of_evaluation_rows_changes_nothing(folder: Path) -> None:

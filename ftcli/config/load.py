@@ -21,7 +21,7 @@ from ftcli.config.ineffective_keys import ineffective_key_problems
 from ftcli.config.overrides import apply_overrides, place_at_overrides
 from ftcli.config.recipe import Recipe
 from ftcli.config.reference import recipe_reference, recipe_schema
-from ftcli.config.task_registry import find_task, is_custom_task, task_class
+from ftcli.config.task_registry import find_task, is_custom_task, recipe_problems, task_class
 from ftcli.config.trust import NO_CWD, check_stored
 from ftcli.config.validation import branches, validate
 from ftcli.config.yaml_document import Document, Keys, by_place, dump_document, read_document
@@ -121,6 +121,7 @@ def _checked(
     if recipe is not None and not is_stored:
         task = None if is_custom_task(recipe.task) else task_class(recipe.task)
         problems += ineffective_key_problems(recipe, document.where, task)
+        problems += recipe_problems(recipe, task, document.where)
     return recipe, problems
 
 

@@ -11,13 +11,17 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ftcli.runtime.errors import InputError, nearest
+from ftcli.runtime.errors import InputError, Problem, nearest
 from ftcli.runtime.opened_files import files_of_task, recording
 from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.resources import PACKAGE
 from ftcli.tasks.protocol import TaskProperties, properties_of
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
+    from ftcli.config.yaml_document import Keys
 
 FROM_FILE = "ftcli_user_task_"  # prefix of the module name of a user's file
 
@@ -91,6 +95,18 @@ def task_class(name: str) -> Any:
     path = user_path(name, "task").resolve()
     module = sys.modules.get(f"{FROM_FILE}{path.stem}")
     return getattr(module, "Task", None) if getattr(module, "__file__", None) == str(path) else None
+
+
+def recipe_problems(recipe: Recipe, task: Any, where: Callable[[Keys], str] = lambda keys: "") -> list[Problem]:
+    """Return what a task finds wrong in a recipe as a whole: options that do not fit its other keys.
+
+    Args:
+        recipe: A valid recipe.
+        task: Class of its task; None if it may not be imported.
+        where: Function that returns the place (`file:line`) of a key path.
+    """
+    find = getattr(task, "recipe_problems", None)
+    return [] if find is None else list(find(recipe, where))
 
 
 def lacks_method(name: str, method: str) -> bool:

@@ -40,8 +40,8 @@ class Combination:
         profile: The profile.
         processes: Number of processes.
         micro_size: `batch.micro_size` of the run.
-        rows: Rows in one forward pass, the largest divisor that is not above `micro_size`; of a run under auto, where
-            tokens decide, as many as without tokens.
+        rows: Rows in one forward pass of a process, the largest divisor that is not above `micro_size`; of a run under
+            auto, where tokens decide, as many as without tokens.
     """
 
     profile: Profile
@@ -277,12 +277,12 @@ def _compare_runs(
 ) -> Parity:
     """Compare every run with the first one, or with the first one that it can equal, and draw the curves."""
     tolerance = TOLERANCES[recipe.precision]
-    reasons = _inexactness_reasons(recipe, RunFolder(folder / planned[0].folder).start()["dropout"])
-    references: dict[tuple[int, int], Curve] = {}  # one for all runs, or for each (processes, rows) if runs are inexact
+    dropout = RunFolder(folder / planned[0].folder).start()["dropout"]
+    reasons = _inexactness_reasons(recipe, dropout)
+    references: dict[tuple[int, ...], Curve] = {}  # one for all runs, or for each group of runs that can be equal
     comparisons = []
     for combination, curve in zip(planned, curves, strict=True):
-        kind = (combination.processes, combination.rows) if reasons else (0, 0)
-        reference = references.setdefault(kind, curve)
+        reference = references.setdefault(_group(recipe, dropout, combination), curve)
         if reference is not curve:
             comparisons.append(compare(curve, reference, tolerance))
         elif curve is not curves[0]:
@@ -300,12 +300,24 @@ def _compare_runs(
     )
 
 
+def _group(recipe: Recipe, dropout: float, combination: Combination) -> tuple[int, ...]:
+    """Return what a combination must have in common with another one for equal curves; empty: nothing."""
+    mode = recipe.model.batch_norm
+    if dropout or mode == "train":
+        return combination.processes, combination.rows
+    return (combination.processes * combination.rows,) if mode == "sync" else ()
+
+
 def _inexactness_reasons(recipe: Recipe, dropout: float) -> list[str]:
     """Return why runs with other numbers of processes or micro-batch sizes cannot be equal."""
-    limit = "loss, gradient norm and weights are compared only between runs with equal processes and micro-batches"
-    reasons = [f"dropout is {dropout:g}: every process draws its own mask, so {limit}"] if dropout else []
-    if (mode := recipe.model.batch_norm) != "frozen":
-        reasons.append(f"batch_norm: {mode}: statistics are those of each forward pass, so {limit}")
+    limit = "loss, gradient norm and weights are compared only between runs with equal"
+    worlds, mode = f"{limit} processes and micro-batches", recipe.model.batch_norm
+    reasons = [f"dropout is {dropout:g}: every process draws its own mask, so {worlds}"] if dropout else []
+    if mode == "train":
+        reasons.append(f"batch_norm: train: statistics are those of each forward pass, so {worlds}")
+    if mode == "sync":
+        passes = f"{limit} rows in a forward pass of all processes"
+        reasons.append(f"batch_norm: sync: statistics are those of a forward pass of all processes, so {passes}")
     return reasons
 
 

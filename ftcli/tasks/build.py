@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftcli.config.task_registry import find_task, is_custom_task, recording_task
+from ftcli.config.task_registry import find_task, is_custom_task, recipe_problems, recording_task
 from ftcli.models.kernels.document_attention import check_attention
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.opened_files import files_of_task, imported_files
@@ -34,7 +34,7 @@ def build_task(recipe: Recipe) -> Task:
 
     module = find_task(recipe.task)
     options, problems = validate(module.Options, recipe.task_options, prefix=("task_options",))
-    if problems:
+    if problems := problems or [*recipe_problems(recipe, module.Task)]:
         raise InputError(problems)
     check_attention(recipe, module.Task)
     with recording_task(recipe.task):

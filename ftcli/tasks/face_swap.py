@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ftcli.config.recipe_inputs import NO_MODEL
 from ftcli.data.label_names import name_of
 from ftcli.models.helper_models import RANDOM
-from ftcli.runtime.errors import InputError, RowError
+from ftcli.runtime.errors import InputError, Problem, RowError
 from ftcli.runtime.seeds import seed_of
 from ftcli.tasks.protocol import Batch, Row, Term
 from ftcli.tasks.shared.identity_pairs import People, index_people, partner_of
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ftcli.config.recipe import Recipe
+    from ftcli.config.yaml_document import Keys
     from ftcli.tasks.protocol import Span
 
 SMALLEST = 0.5  # smallest side of a face file, as a share of image_size
@@ -107,14 +108,18 @@ class Task:
     def __init__(self, recipe: Recipe, options: Options) -> None:
         if recipe.data.truncation is not None:
             raise InputError("data.truncation applies to texts, and face_swap has none", hint="delete it")
-        if recipe.adapter.type != "none":
-            message = f"adapter.type: {recipe.adapter.type} adapts a trained model, but face_swap trains its generator"
-            raise InputError(message, hint="delete the section adapter")
         self.recipe, self.options = recipe, options
         self.terms = {
             name: Term(weight, SAME if name == "reconstruction" else "items")
             for name, weight in options.weights.model_dump().items()
         }
+
+    @staticmethod
+    def recipe_problems(recipe: Recipe, where: Callable[[Keys], str]) -> Iterator[Problem]:
+        """Yield a problem for an adapter."""
+        if recipe.adapter.type != "none":
+            message = f"adapter.type: {recipe.adapter.type} adapts a trained model, but face_swap trains its generator"
+            yield Problem(message, where(("adapter", "type")), "delete the section adapter")
 
     def fingerprint(self) -> str:
         """Return a digest of the option that decides which files are faces."""

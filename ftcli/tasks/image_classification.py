@@ -11,12 +11,12 @@ Shapes: B rows, C labels.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from ftcli.runtime.errors import InputError, RowError
+from ftcli.runtime.errors import InputError, Problem, RowError
 from ftcli.tasks.protocol import Batch, Row
 from ftcli.tasks.shared.augmentation import Augmentation, AugmentationOptions
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ftcli.config.recipe import Recipe
+    from ftcli.config.yaml_document import Keys
     from ftcli.data.mixture import SourceRows
     from ftcli.tasks.protocol import Span
 
@@ -76,19 +77,20 @@ class Task:
             self.terms = self.problem.terms
         self.processor = load_image_processor(recipe.model)
         self.mixes = bool(getattr(options, "mixup", None) or getattr(options, "cutmix", None))
-        if self.mixes:
-            self._check_partners()
 
-    def _check_partners(self) -> None:
-        """Raise `InputError` where rows cannot be mixed."""
-        name = "mixup" if getattr(self.options, "mixup", None) else "cutmix"
-        if self.recipe.batch.global_size == 1:
-            raise InputError(
-                f"task_options.{name} mixes rows of a step, and batch.global_size is 1",
-                hint=f"raise batch.global_size, or delete {name}",
-            )
-        if self.problem_type == REGRESSION:
-            raise InputError(f"task_options.{name} mixes classes, and problem_type is regression", hint="delete it")
+    @staticmethod
+    def recipe_problems(recipe: Recipe, where: Callable[[Keys], str]) -> Iterator[Problem]:
+        """Yield the reasons why rows cannot be mixed by mixup or cutmix."""
+        for name in ("mixup", "cutmix"):
+            if not recipe.task_options.get(name):
+                continue
+            place = where(("task_options", name))
+            if recipe.batch.global_size == 1:
+                message = f"task_options.{name} mixes rows of a step, and batch.global_size is 1"
+                yield Problem(message, place, f"raise batch.global_size, or delete {name}")
+            if recipe.task_options.get("problem_type") == REGRESSION:
+                message = f"task_options.{name} mixes classes, and problem_type is regression"
+                yield Problem(message, place, f"delete {name}")
 
     @cached_property
     def augmentation(self) -> Augmentation:

@@ -118,6 +118,8 @@ class Task(Protocol):
     # Optional: file_columns: tuple[str, ...], columns of prepared rows with paths of files that `collate` reads. The
     # contents of these files are part of the data fingerprint, their sizes and times are part of the cache key.
     # Optional: text_columns: tuple[str, ...], columns whose fields stay text in a table (.csv, .tsv), even digits.
+    # Optional: recipe_problems(recipe, where) -> Iterator[Problem], a static method: options that do not fit other keys
+    # of the recipe. `where(("task_options", "key"))` is the place of a key. `ftcli check` reports them.
     # Optional: metric_names: tuple[str, ...], the keys of `metrics`; another metric in a recipe is an error.
     # Optional: the attributes of `TaskProperties` below, which other modules read without importing torch.
     # Optional: encode_rows(rows, facts) -> list[list[Row] | RowError], the results of `encode` for many rows, faster.

@@ -259,7 +259,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "one row per step to mix": (
         IMAGE | {"task_options": {"mixup": 0.2}, "batch": {"global_size": 1}},
-        ("task_options.mixup mixes rows of a step, and batch.global_size is 1", "raise batch.global_size"),
+        (
+            "recipe_of_test.yaml:",
+            "task_options.mixup mixes rows of a step",
+            "batch.global_size is 1",
+            "raise batch.global_size",
+        ),
     ),
     "one value for each channel": (
         IMAGE | {"model": {"name": "mobilenet", "batch_norm": "train"}, "batch": {"global_size": 2, "micro_size": 1}},

@@ -281,6 +281,21 @@ def test_parity_with_dropout_compares_equal_worlds_only(recipe: dict[str, Any], 
     assert "the curve stays; tolerances were not checked for 2 of 3 runs" in report.lines()
 
 
+def test_parity_with_sync_batch_norm_compares_runs_with_equal_rows_in_a_pass_of_all_processes(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, model={"name": str(tmp_path / "model"), "batch_norm": "sync"})
+    runs = [("single", 1, 4, 2.4), ("ddp", 2, 2, 2.4), ("fsdp", 2, 2, 2.5), ("ddp", 2, 1, 2.6), ("fsdp", 2, 1, 2.6)]
+    report = judged(tmp_path, recipe, runs, dropout=0.0)
+    assert [(one.label, one.against, one.is_held, one.departure is None) for one in report.comparisons] == [
+        ("ddp x2, micro 2", "single x1, micro 4", True, True),
+        ("fsdp x2, micro 2", "single x1, micro 4", True, False),
+        ("ddp x2, micro 1", "single x1, micro 4", False, True),
+        ("fsdp x2, micro 1", "ddp x2, micro 1", True, True),
+    ]
+    assert "only between runs with equal rows in a forward pass of all processes" in report.notes[0]
+    with_dropout = judged(tmp_path / "with dropout", recipe, runs[:2], dropout=0.1)
+    assert [one.is_held for one in with_dropout.comparisons] == [False] and len(with_dropout.notes) == 2
+
+
 def test_parity_report_prints_one_table_the_tolerances_and_the_verdict(tmp_path: Path) -> None:
     report = judged(tmp_path, a_recipe(tmp_path), RUNS[:2], dropout=0.0)
     lines = report.lines()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+import ftcli
 from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.yaml_document import dump_document
@@ -232,6 +233,20 @@ def test_task_that_mixes_one_row_per_step_or_numbers_is_refused(folder: Path) ->
         build_task(recipe(folder, rows=1, mixup=0.2))
     with pytest.raises(InputError, match=r"task_options.cutmix mixes classes, and problem_type is regression"):
         build_task(recipe(folder, cutmix=1.0, problem_type="regression"))
+
+
+def test_check_of_mixed_rows_names_the_place_of_a_step_with_one_row(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(dump_document(recipe(folder, rows=1, mixup=0.2, cutmix=0.2).model_dump(mode="json")))
+    line = 1 + path.read_text().splitlines().index("  mixup: 0.2")
+    with pytest.raises(InputError) as caught:
+        ftcli.check(path, cpu=True)
+    first = caught.value.problems[0]
+    assert (first.where, first.hint) == (f"{path}:{line}", "raise batch.global_size, or delete mixup")
+    assert [problem.what.split()[0] for problem in caught.value.problems] == [
+        "task_options.mixup",
+        "task_options.cutmix",
+    ]
 
 
 def test_rand_augment_has_the_papers_defaults() -> None:

@@ -58,6 +58,7 @@ def validate(
         errors = error.errors(include_url=False)
     schema = _schema_of(model)
     problems: dict[Keys, Problem] = {}
+    missing: dict[Keys, list[str]] = {}  # path of a missing key -> the keys that it requires, if it is a section
     for item in errors[: MOST_PROBLEMS + 1]:  # suggestions for thousands of keys would take minutes
         keys, node, section = _locate(item["loc"], schema)
         path = prefix + keys
@@ -66,6 +67,7 @@ def validate(
             problem = Problem(_unknown(path), where(path), hint_for(path, known) or f"known: {', '.join(known)}")
         elif item["type"] == "missing":
             problem = Problem(f"{dotted(path)} is missing", where(path[:-1]), _need(path, node, schema))
+            missing[path] = _required(node, schema)
         elif item["type"] == "value_error":
             message = item["msg"].removeprefix("Value error, ")
             problem = Problem(f"{dotted(path)}: {message}" if path else message, where(path))
@@ -75,9 +77,12 @@ def validate(
             hint = _hint(item["input"], node)
             problem = Problem(f"{dotted(path)} is {_show(item['input'])}, {expected}", where(path), hint)
         problems.setdefault(path, problem)  # pydantic reports a union once for each of its members
-    # A value with an invalid item inside is reported by that item only.
-    inner = {path[:end] for path in problems for end in range(len(prefix) + 1, len(path))}
-    return None, [problem for path, problem in problems.items() if path not in inner]
+    # A value with an invalid item inside is reported by that item only, and a misspelt key is not missing, too.
+    left_out = {path[:end] for path in problems for end in range(len(prefix) + 1, len(path))}
+    for path, problem in problems.items():
+        if path and problem.what == _unknown(path):
+            left_out |= {other for other, required in missing.items() if _is_meant(other, required, path, problem.hint)}
+    return None, [problem for path, problem in problems.items() if path not in left_out]
 
 
 @cache
@@ -171,11 +176,30 @@ def _unknown(path: Keys) -> str:
     return f"unknown key '{shortened(str(path[-1]), MOST_VALUE)}'" + (f" in {dotted(path[:-1])}" if path[:-1] else "")
 
 
+def _is_meant(missing: Keys, required: list[str], unknown: Keys, hint: str) -> bool:
+    """Return whether the hint for an unknown key names a missing key: in its section, or by its path in the recipe.
+
+    Args:
+        missing: Path of the missing key.
+        required: Keys that the missing key requires, if it is a section. One that is named stands for the section.
+        unknown: Path of the unknown key.
+        hint: Its hint.
+    """
+    if missing[:-1] == unknown[:-1] and f"'{missing[-1]}'" in hint:
+        return True
+    paths = [missing] + [(*missing, key) for key in required if len(required) == 1]
+    return any(re.search(rf"(?<![\w.]){re.escape(dotted(path))}(?![\w.])", hint) for path in paths)
+
+
+def _required(node: Schema, schema: Schema) -> list[str]:
+    """Return the keys that a section requires; empty for a key that is no section."""
+    return next((branch["required"] for branch in branches(node, schema) if branch.get("required")), [])
+
+
 def _need(path: Keys, node: Schema, schema: Schema) -> str:
     """Return the hint for a missing key: its description, or the keys that a missing section requires."""
-    for branch in branches(node, schema):
-        if required := branch.get("required"):
-            return f"write at least {', '.join(dotted((*path, key)) for key in required)}"
+    if required := _required(node, schema):
+        return f"write at least {', '.join(dotted((*path, key)) for key in required)}"
     return f"{describe_value(node, schema)}. {node.get('description', '')}".strip()
 
 

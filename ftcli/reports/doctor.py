@@ -6,7 +6,6 @@ machines, and collective_check.py exercises the collectives.
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from ftcli.runtime.machine.nvml import Devices, read_devices
 from ftcli.runtime.machine.software import TorchBuild, driver_facts, software_facts, torch_build
 from ftcli.runtime.machine.storage import has_rdma, storage_facts
 from ftcli.runtime.machine.variables import variable_facts
+from ftcli.runtime.threads import users_environment
 
 if TYPE_CHECKING:
     from ftcli.config.profile import Profile
@@ -147,7 +147,7 @@ def doctor(
         build, devices = torch_build(), read_devices()
         facts = [*software_facts(build), *driver_facts(build, devices.driver, devices.cuda), *devices.facts]
         later = [*storage_facts(Path("runs")), *network_facts(machines.count)]
-        later += variable_facts(os.environ, count_cores(), len(devices.names))
+        later += variable_facts(users_environment(), count_cores(), len(devices.names))
         later += _profile_facts(hardware, gpus, world) + [wrong("processes", one.what, one.hint) for one in problem]
         probed = probe_facts(probe, started, gpus) if bench else []  # it must not run beside the measurements
         if ranks is not None:

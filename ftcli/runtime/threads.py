@@ -13,6 +13,7 @@ import sys
 POLICY = "OMP_WAIT_POLICY"
 # With one of these the user has decided how threads wait: OpenMP's own variable, that of GNU, and that of LLVM.
 CHOSEN = (POLICY, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_set_here: dict[str, str] = {}  # variables that `wait_passively` has set in this process
 
 
 def passive_waiting(*, cpu: bool = False) -> dict[str, str]:
@@ -34,7 +35,13 @@ def wait_passively(*, cpu: bool = False) -> None:
         cpu: Whether the user asked for the CPU.
     """
     if "torch" not in sys.modules:
-        os.environ.update(passive_waiting(cpu=cpu))
+        _set_here.update(passive_waiting(cpu=cpu))
+        os.environ.update(_set_here)
+
+
+def users_environment() -> dict[str, str]:
+    """Return the environment variables of this process, without those that `wait_passively` has set."""
+    return {name: value for name, value in os.environ.items() if _set_here.get(name) != value}
 
 
 def may_have_gpus() -> bool:

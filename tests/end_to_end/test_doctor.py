@@ -58,12 +58,15 @@ def test_doctor_without_processes_starts_no_rank_and_names_a_misspelt_variable()
         "try: main(['doctor', '--json'])\n"
         "finally: print('torch' in sys.modules, file=sys.stderr)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NCCL_SOCKET_IFNAM": "eth0"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NCCL_SOCKET_IFNAM": "eth0", "OMP_NUM_THREADS": "1"}
+    environment.pop("OMP_WAIT_POLICY", None)  # ftcli sets it then, and must not show it as the user's
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["-m ftcli.launch.torch_probe", "False"]  # torch is imported once, apart
     wrong = facts_of(json.loads(done.stdout), "wrong")
     assert wrong["NCCL_SOCKET_IFNAM"]["remedy"] == "did you mean 'NCCL_SOCKET_IFNAME'?"
+    shown = facts_of(json.loads(done.stdout), "ok")
+    assert "OMP_NUM_THREADS" in shown and "OMP_WAIT_POLICY" not in shown
 
 
 @pytest.mark.skipif(not CAN_UNSHARE, reason="this user may not create a mount namespace")

@@ -304,6 +304,41 @@ def test_unknown_key_hint_prefers_a_name_of_the_same_section(recipe: Path) -> No
     assert only_problem(text) == "r.yaml:8: unknown key 'micro_sise' in batch\n    did you mean 'micro_size'?"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("task: sft", "tsk: sft", "1: unknown key 'tsk'\n    did you mean 'task'?"),
+        ("model:", "modle:", "2: unknown key 'modle'\n    did you mean 'model'?"),
+        ("name: gpt2", "nam: gpt2", "3: unknown key 'nam' in model\n    did you mean 'name'?"),
+        ("train: rows", "trian: rows", "5: unknown key 'trian' in data\n    did you mean 'train'?"),
+        ("rows.jsonl", "[{pth: rows.jsonl}]", "5: unknown key 'pth' in data.train.0\n    did you mean 'path'?"),
+        (
+            "batch:\n  global_size: 8",
+            "global_size: 8",
+            "6: unknown key 'global_size'\n    it belongs elsewhere: batch.global_size",
+        ),
+        (
+            "optimizer:\n  learning_rate: 1e-4",
+            "learning_rate: 1e-4",
+            "10: unknown key 'learning_rate'\n    it belongs elsewhere: optimizer.learning_rate",
+        ),
+    ],
+)
+def test_load_recipe_with_a_required_key_under_another_name_has_one_problem(
+    recipe: Path, before: str, after: str, problem: str
+) -> None:
+    assert GOOD.count(before) == 1
+    assert only_problem(GOOD.replace(before, after)) == f"r.yaml:{problem}"
+
+
+def test_load_recipe_with_a_missing_section_and_a_misplaced_key_of_it_reports_both(recipe: Path) -> None:
+    text = GOOD.replace("data:\n  train: rows.jsonl", "max_length: 5")
+    assert [problem.split("\n")[0] for problem in problems_of(text)] == [
+        "r.yaml:1: data is missing",
+        "r.yaml:4: unknown key 'max_length'",
+    ]
+
+
 def test_alias_hint_targets_are_existing_keys() -> None:
     assert set(RENAMED.values()) <= set(key_paths())
     leaves = {path for path in key_paths() if "." not in path}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
@@ -237,6 +238,35 @@ def test_prepare_rows_of_a_task_notices_changed_files_and_a_base_class_of_anothe
     (folder / "words.json").write_text('{"a": "three"}')
     with pytest.raises(InputError, match=r"words\.json has changed since task \./labelled\.py read it"):
         prepared(recipe)  # the module holds the old words
+
+
+SHOUTING_BASE_TASK = """
+from base_of_tasks import Base
+from ftcli.tasks import sft
+from ftcli.tasks.sft import Options as Options
+
+
+class Task(Base, sft.Task):
+    def encode(self, row, facts):
+        return super().encode(row | {"completion": self.change(row["completion"])}, facts)
+"""
+
+
+def test_prepare_rows_of_a_task_notices_a_base_class_that_was_imported_before_the_task(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = folder / "elsewhere" / "base_of_tasks.py"
+    base.parent.mkdir()
+    monkeypatch.syspath_prepend(str(base.parent))
+    (folder / "based.py").write_text(SHOUTING_BASE_TASK)
+    write(folder / "rows.jsonl", [{"prompt": "p", "completion": "a"}] * 3)
+    recipe = recipe_of(model, {"train": "rows.jsonl"}, task="./based.py", task_options={"chat": "never"})
+    for change, expected in (("text", "pa"), ("text.upper()", "pA")):
+        base.write_text(f"class Base:\n    def change(self, text): return {change}\n")
+        for name in ("base_of_tasks", f"{FROM_FILE}based"):  # as in a new process
+            sys.modules.pop(name, None)
+        importlib.import_module("base_of_tasks")  # as a notebook does: the task's import opens no file then
+        assert expected in build_task(recipe).tokenizer.decode(prepared(recipe).train[0]["input_ids"])
 
 
 ENDING_TASK = """

@@ -278,7 +278,7 @@ def _encode(recipe: Recipe, task: Task, part: SourceRows, facts: dict[str, Any],
         number, reason = counts.bad[0]
         allowed = recipe.data.max_bad_rows
         more = f" (more than data.max_bad_rows {allowed} rows cannot be used)" if allowed else ""
-        raise InputError(f"row {number + 1} of {part.path}: {reason}{more}", hint=BAD_ROW_HINT)
+        raise InputError(f"row {number + 1} of {part.path}: {part.in_its_words(reason)}{more}", hint=BAD_ROW_HINT)
     if counts.untrained > max(MOST_UNTRAINED * counts.rows, recipe.data.max_bad_rows):
         length = recipe.data.max_length
         or_split = ", or set data.truncation to split" if task.item == "token" else ""  # other rows stay whole

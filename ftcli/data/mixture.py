@@ -6,9 +6,10 @@ not encode rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,16 @@ class SourceRows:
     last: NDArray[np.int64] | None = None  # indices of the rows in the last pass; None for all
     is_table: bool = False  # the rows come from files whose fields have no type
     notes: tuple[Note, ...] = ()  # what a user should know about the labels of the rows
+    columns: Mapping[str, str] = field(default_factory=dict)  # name the task expects -> name in the source
+
+    def in_its_words(self, reason: str) -> str:
+        """Return why a row cannot be used, with the source's own names of the columns that the reason names."""
+        renamed = [
+            f"{name} is its column {stored}"
+            for name, stored in sorted(self.columns.items())
+            if name != stored and re.search(rf"\b{re.escape(name)}\b", reason)
+        ]
+        return f"{reason} ({', '.join(renamed)})" if renamed else reason
 
 
 def read_sources(recipe: Recipe, task: Task) -> list[SourceRows]:
@@ -90,10 +101,11 @@ def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) 
         column_map = data.columns_of(source)
         columns = {name: column_map.get(name, name) for name in task.columns} | column_map
         streams = split == "train" and data.streaming
+        found = dict(columns)
         if streams:
             rows = first_rows(source, columns, most_bad=data.max_bad_rows)
         else:
-            complete = partial(with_usual_names, task, where=redact(source.path))
+            complete = partial(_complete, task, redact(source.path), found)
             rows = read_rows(source, columns, text_columns(task), complete)
         label = f"{label} (the first rows of the stream)" if streams else label
         description = described_columns(task, rows.column_names) if unused_columns(task, rows.column_names) else ""
@@ -108,9 +120,21 @@ def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) 
         most = len(rows) if source.max_rows is None else min(source.max_rows, len(rows))
         indices = np.arange(len(rows)) if most == len(rows) else sample_rows(len(rows), most, seed, number)
         parts.append(
-            SourceRows(split, label, redact(source.path), description, rows, indices, is_table=is_table(source))
+            SourceRows(
+                *(split, label, redact(source.path), description, rows, indices),
+                is_table=is_table(source),
+                columns=found,
+            )
         )
     return parts
+
+
+def _complete(
+    task: Task, where: str, found: dict[str, str], columns: Mapping[str, str], present: list[str]
+) -> dict[str, str]:
+    """Return `columns` with the usual names that a source has, and put them into `found`."""
+    found.update(with_usual_names(task, columns, present, where=where))
+    return found
 
 
 def survey_sources(task: Task, parts: list[SourceRows]) -> tuple[list[SourceRows], dict[str, Any]]:

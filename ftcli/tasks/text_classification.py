@@ -180,5 +180,5 @@ def _text_of(row: Row, name: str) -> str:
     """Return a text of a row; raise `RowError` if there is none."""
     text = as_text(row[name])
     if not isinstance(text, str) or not text.strip():
-        raise RowError("has no text" if name == "text" else f"has no {name}, the second text of the row")
+        raise RowError("has no text" if name == "text" else f"has no {name}, the second of its two texts")
     return text

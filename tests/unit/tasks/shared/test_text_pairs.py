@@ -104,12 +104,23 @@ def test_prepare_rows_with_the_column_names_of_public_pairs_uses_both_texts(
 def test_prepare_rows_without_a_second_text_or_with_two_pairs_is_refused(model: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [PAIRS[0], {"text": "a", "text_pair": " ", "label": "no"}])
     recipe = recipe_of(model, path)
-    with pytest.raises(InputError, match=r"row 2 of .*a\.jsonl: has no text_pair, the second text"):
+    with pytest.raises(InputError, match=r"row 2 of .*a\.jsonl: has no text_pair, the second of its two texts"):
         prepare_rows(recipe, build_task(recipe))
     names = ("premise", "hypothesis", "question1", "question2", "label")
     recipe = recipe_of(model, write(tmp_path / "b.jsonl", [dict.fromkeys(names, "a")]))
     with pytest.raises(InputError, match="has several columns of texts: premise, hypothesis and question1, question2"):
         check_inputs(recipe)
+
+
+def test_prepare_rows_with_a_blank_text_names_the_column_of_the_source(model: Path, tmp_path: Path) -> None:
+    rows = [{"premise": "good", "hypothesis": "a", "label": "yes"}, {"premise": "a", "hypothesis": " ", "label": "no"}]
+    recipe = recipe_of(model, write(tmp_path / "a.jsonl", rows))
+    with pytest.raises(InputError, match=r"row 2 .*has no text_pair, .*\(text_pair is its column hypothesis\)"):
+        prepare_rows(recipe, build_task(recipe))
+    rows = [{"body": "", "label": "yes"}, {"body": "a", "label": "no"}]
+    recipe = recipe_of(model, write(tmp_path / "b.jsonl", rows), columns={"text": "body"})
+    with pytest.raises(InputError, match=r"row 1 .*has no text \(text is its column body\)"):
+        prepare_rows(recipe, build_task(recipe))
 
 
 def test_prepare_rows_names_unused_columns_of_other_tasks(tmp_path: Path) -> None:

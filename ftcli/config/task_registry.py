@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftcli.runtime.errors import InputError, Problem, nearest
-from ftcli.runtime.opened_files import files_of_task, recording
+from ftcli.runtime.opened_files import files_of_task, recording, recording_import
 from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.resources import PACKAGE
 from ftcli.tasks.protocol import TaskProperties, properties_of
@@ -193,7 +193,7 @@ def _from_module(name: str) -> ModuleType:
 def _import(task: str, module: str, load: Callable[[], object]) -> None:
     """Run an import of the user's code, and convert its exceptions into `InputError`."""
     try:
-        with recording_task(task):
+        with recording_import(task):
             load()
     except Exception as error:
         sys.modules.pop(module, None)

@@ -26,6 +26,7 @@ from ftcli.data.chat.template_variables import date_formats, texts_of
 from ftcli.data.fingerprints import file_digest
 from ftcli.data.paths import model_folder
 from ftcli.runtime.durable_files import sync
+from ftcli.runtime.opened_files import files_at_start
 from ftcli.runtime.reader_errors import reason
 from ftcli.runtime.resources import PACKAGE, cache_root
 from ftcli.runtime.torn_files import read_object
@@ -93,6 +94,23 @@ def task_code(name: str) -> str | None:
                 files.add(file)
                 pending.append(file)
     return _digest_of(roots[0], sorted(files)) if files else None
+
+
+def files_of_start(recipe: Recipe) -> list[str]:
+    """Return the digests of the contents of your files that a custom task read while it was imported and created.
+
+    Unlike the key of rows, the key of derived columns is stored in checkpoints, so it has no paths and times. Files of
+    the model are left out: harmless edits of them change no column.
+
+    Args:
+        recipe: The recipe. A shipped task reads no such files.
+    """
+    if not is_custom_task(recipe.task):
+        return []
+    folder = model_folder(recipe.model.name)
+    paths = [Path(path) for path in files_at_start(recipe.task).inputs()]
+    own = [path for path in paths if folder is None or folder.resolve() not in path.resolve().parents]
+    return sorted(file_digest(path) if path.is_file() else "missing" for path in own)
 
 
 def _task_files(name: str) -> tuple[list[Path], list[Path], list[Path]]:

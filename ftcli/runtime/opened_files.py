@@ -66,7 +66,10 @@ class OpenedFiles:
 
 
 _thread = threading.local()  # `files`: the `OpenedFiles` that receives paths
-_by_task: dict[str, OpenedFiles] = {}  # a module is imported once, so its files are kept while the process runs
+# By name of a task. A module is imported once, so its files are kept while the process runs.
+_by_task: dict[str, OpenedFiles] = {}
+_at_import: dict[str, OpenedFiles] = {}
+_at_creation: dict[str, OpenedFiles] = {}  # of the newest one
 
 
 def files_of_task(name: str) -> OpenedFiles:
@@ -75,23 +78,67 @@ def files_of_task(name: str) -> OpenedFiles:
     Args:
         name: The recipe's `task`.
     """
-    return _by_task.setdefault(os.path.abspath(name) if "/" in name else name, OpenedFiles())
+    return _by_task.setdefault(_full(name), OpenedFiles())
+
+
+def files_at_start(name: str) -> OpenedFiles:
+    """Return the files that a custom task has opened while it was imported, and while it was created last.
+
+    Unlike `files_of_task` they do not depend on what else this process has done, such as encoding rows.
+
+    Args:
+        name: The recipe's `task`.
+    """
+    files = OpenedFiles()
+    for part in (_at_import, _at_creation):
+        files.add(part.get(_full(name), OpenedFiles()))
+    return files
+
+
+@contextmanager
+def recording_import(name: str) -> Iterator[None]:
+    """Add every file that is opened inside of the context to those of the import of a custom task."""
+    with recording(files_of_task(name)), recording(_at_import.setdefault(_full(name), OpenedFiles())):
+        yield
+
+
+@contextmanager
+def recording_creation(name: str, module: ModuleType) -> Iterator[None]:
+    """Add every file that is opened inside of the context to those of a custom task's creation, and what it imports.
+
+    Args:
+        name: The recipe's `task`.
+        module: Its module.
+    """
+    created = _at_creation[_full(name)] = OpenedFiles()
+    with recording(files_of_task(name)), recording(created):
+        yield
+    imported = imported_files(module)
+    for files in (files_of_task(name), created):
+        files.read |= dict.fromkeys(imported - files.read.keys())
+
+
+def _full(name: str) -> str:
+    """Return the name of a task that does not depend on the working directory."""
+    return os.path.abspath(name) if "/" in name else name
 
 
 @contextmanager
 def recording(files: OpenedFiles) -> Iterator[None]:
-    """Add every file that this thread opens inside of the context.
+    """Add every file that this thread opens inside of the context. A context around it gets them too.
 
     Args:
         files: Receives the files.
     """
     _install()
-    before = getattr(_thread, "files", None)
+    before: OpenedFiles | None = getattr(_thread, "files", None)
     _thread.files = files
     try:
         yield
     finally:
         _thread.files = before
+        if before is not None:
+            before.add(files)
 
 
 @cache

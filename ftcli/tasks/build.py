@@ -6,12 +6,13 @@ torch inside functions; a user's task may import it anywhere.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ftcli.config.task_registry import find_task, is_custom_task, recipe_problems, recording_task
+from ftcli.config.task_registry import find_task, is_custom_task, recipe_problems
 from ftcli.models.kernels.document_attention import check_attention
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.opened_files import files_of_task, imported_files
+from ftcli.runtime.opened_files import recording_creation
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -37,9 +38,6 @@ def build_task(recipe: Recipe) -> Task:
     if problems := problems or [*recipe_problems(recipe, module.Task)]:
         raise InputError(problems)
     check_attention(recipe, module.Task)
-    with recording_task(recipe.task):
+    with recording_creation(recipe.task, module) if is_custom_task(recipe.task) else nullcontext():
         task: Task = module.Task(recipe, options)
-    if is_custom_task(recipe.task):
-        read = files_of_task(recipe.task).read
-        read |= dict.fromkeys(imported_files(module) - read.keys())
     return task

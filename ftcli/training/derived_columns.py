@@ -23,7 +23,7 @@ import torch
 
 from ftcli.checkpoint.folder import newest_intact, read_state
 from ftcli.config.plan import pluralise
-from ftcli.data.cache_key import task_code
+from ftcli.data.cache_key import files_of_start, task_code
 from ftcli.data.packing import longest_documents
 from ftcli.data.sampler import EvalOrder
 from ftcli.models.kernels.padding_masks import padding_of, use_padding
@@ -52,7 +52,7 @@ DIFFERENCES = {  # part of a key -> what is different about columns under anothe
     "model": "other settings of the model",
     "precision": "another precision",
     "adapter": "another type of adapter",
-    "task": "another task or other options",
+    "task": "another task, other files that it reads, or other options",
     "format": "another version of ftcli",
 }
 
@@ -81,7 +81,7 @@ def add_columns(run: Run, *, weights: Path | None = None, state: dict[str, Any] 
     parts = key_parts(run) if weights is None else {}
     key = columns_key(parts) if weights is None else _key_of(weights)
     before = (state or {}).get("derived")
-    if before not in (None, key) and before == _key_of_format_1(run):
+    if before not in (None, key) and before in _keys_of_earlier_versions(run, parts):
         key = before
     if before not in (None, key) and not anyway:
         raise InputError(
@@ -118,15 +118,21 @@ def key_parts(run: Run) -> dict[str, Any]:
     The weights are identified by their files where these determine the columns. Otherwise every weight is gathered.
     """
     ranks = run.hardware.ranks
-    here = (weight_files_digest(run.recipe), settings_of_model(run.recipe)) if ranks.is_main else None
-    files, settings = ranks.collect(here)[0]
+    digests = (weight_files_digest, settings_of_model, files_of_start)
+    here = [digest(run.recipe) for digest in digests] if ranks.is_main else None
+    files, settings, of_task = ranks.collect(here)[0]
     weights = f"files {files}" if files is not None else f"values {_values_digest(run)}"
-    return {"format": COLUMNS_FORMAT, "weights": weights, "model": settings} | _row_parts(run)
+    parts = {"format": COLUMNS_FORMAT, "weights": weights, "model": settings} | _row_parts(run)
+    return parts | {"task": [*parts["task"], *([of_task] if of_task else [])]}
 
 
-def _key_of_format_1(run: Run) -> str:
-    """Return the key that ftcli computed before the digest of files, which older checkpoints name. A collective."""
-    return columns_key({"format": 1, "weights": _values_digest(run)} | _row_parts(run))
+def _keys_of_earlier_versions(run: Run, parts: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys that earlier versions of ftcli gave the same columns, and checkpoints name. A collective.
+
+    First that without the files of a custom task, then that before the digest of the weights' files.
+    """
+    yield columns_key(parts | _row_parts(run))
+    yield columns_key({"format": 1, "weights": _values_digest(run)} | _row_parts(run))
 
 
 def _values_digest(run: Run) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from transformers import AutoTokenizer
 
 import ftcli
 from ftcli.__main__ import main
@@ -117,6 +119,21 @@ def test_survey_data_finds_control_tokens_in_the_rows_of_every_task(
     values = minimal_values(task, model={"name": str(folder)}, data={"train": str(path)}, batch={"global_size": 2})
     found = survey_data(Recipe.model_validate(values)).statistics["train"]["control_tokens"]
     assert (found["found"], found["tokens"]) == (2, {"<|im_end|>": 2})
+
+
+def test_survey_data_finds_other_tokens_of_the_template_in_prompts_and_not_in_answers(
+    write: Write, tmp_path: Path, model: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<tool_call>", "<unused>"])  # no special tokens; the template writes one of them
+    tokenizer.chat_template += "{% if tools %}<tool_call>{% endif %}"
+    folder = shutil.copytree(model, tmp_path / "with_tokens")
+    tokenizer.save_pretrained(folder)
+    rows = [turn("a", "b"), turn("a <unused>", "<tool_call>"), turn("a <tool_call>", "b"), turn("c", "<|im_start|>")]
+    recipe = json.loads(write(rows).read_text()) | {"model": {"name": str(folder), "new_tokens": []}}
+    found = survey_data(Recipe.model_validate(recipe)).statistics["train"]["control_tokens"]
+    assert found["tokens"] == {"<tool_call>": 1, "<|im_start|>": 1}
+    assert [number for number, _, _ in found["shown"]] == [3, 4]
 
 
 def test_preview_data_with_a_conversation_is_shown_with_its_template_and_exactly_its_mask_in_brackets(

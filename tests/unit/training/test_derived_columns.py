@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from ftcli.config.task_registry import FROM_FILE
 from ftcli.loop import steps, train
 from ftcli.models import weight_files_digest
 from ftcli.runtime.errors import InputError
@@ -171,10 +173,37 @@ def test_digests_of_files_are_remembered_until_a_file_changes(base: Path, monkey
 
 def test_a_checkpoint_from_before_the_digest_of_files_resumes(inputs: Path, base: Path) -> None:
     run = pairs_run(inputs, base)
-    before = derived_columns._key_of_format_1(run)
+    *_, before = derived_columns._keys_of_earlier_versions(run, derived_columns.key_parts(run))
     assert before != run.derived
     derived_columns.add_columns(run, state={"derived": before}, anyway=False)
     assert run.derived == before
+
+
+READING = """
+import json
+from pathlib import Path
+
+SCALE = json.loads(Path(__file__).with_name("scale.json").read_text())
+"""
+
+
+def test_columns_of_a_task_depend_on_the_files_that_it_reads_and_not_on_their_place(
+    inputs: Path, tmp_path: Path
+) -> None:
+    def run_of(place: str, scale: str) -> Any:
+        file = tmp_path / place / "reading.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(DERIVED + READING)
+        file.with_name("scale.json").write_text(scale)
+        sys.modules.pop(f"{FROM_FILE}reading", None)  # as in a new process
+        return prepare(two_terms(inputs, DERIVED, task=str(file)), cpu=True)
+
+    first, moved, other = run_of("here", "1"), run_of("there", "1"), run_of("here", "2")
+    assert first.rows.digests == other.rows.digests  # the rows do not depend on the file
+    assert first.derived == moved.derived != other.derived
+    earlier = next(derived_columns._keys_of_earlier_versions(other, derived_columns.key_parts(other)))
+    derived_columns.add_columns(other, state={"derived": earlier}, anyway=False)  # a checkpoint from before the files
+    assert other.derived == earlier
 
 
 def test_add_columns_keeps_columns_published_by_another_run(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -92,7 +93,7 @@ def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
 
 
 def make_inputs(cell: Cell, work: Path) -> Inputs:
-    """Return the inputs of a cell. Subprocesses make missing ones, so that this process imports no torch."""
+    """Return the inputs of a cell. A subprocess makes missing ones, so that this process imports no torch."""
     from filelock import FileLock
 
     inputs = inputs_of(cell, work)
@@ -101,11 +102,13 @@ def make_inputs(cell: Cell, work: Path) -> Inputs:
     if cell.lora:
         makers.append((inputs.adapter, "make_adapter"))
     where = os.pathsep.join([str(HOME), str(HOME.parent), os.environ.get("PYTHONPATH", "")])
-    for path, maker in makers:
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                line = [sys.executable, "-m", "cells.making", maker, json.dumps(asdict(cell)), str(work)]
-                subprocess.run(line, check=True, env=os.environ | {"PYTHONPATH": where})
+    with ExitStack() as locks:
+        for path, _ in makers:
+            locks.enter_context(FileLock(f"{path}.lock"))
+        missing = [maker for path, maker in makers if not path.exists()]
+        if missing:
+            line = [sys.executable, "-m", "cells.making", ",".join(missing), json.dumps(asdict(cell)), str(work)]
+            subprocess.run(line, check=True, env=os.environ | {"PYTHONPATH": where})
     return inputs
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measure the speed of ftcli, a bare Accelerate loop and TRL on the same weights and rows, on one, two or four GPUs.
 # Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md describes the results)
-# Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers, short.
+# Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers, short,
+# short_trl, short_trl_halves.
 # Groups that need more GPUs are left out.
 # WORK contains weights (1B 2.5 GB, 8B 16 GB); memory (/dev/shm/...) is faster than most disks. RESULTS receives
 # facts.jsonl, log-*.txt, and the profiles where-*.txt. EXTRAS names folders (A:B) with packages for some of the lines
@@ -204,6 +205,24 @@ short() { # short rows that are not packed: the run that most people start
     more short_8b_lora_unsloth 120 "${at[@]}" --micro-size 8 --peer unsloth
     more short_06b_trl 90 --shape qwen3-0.6b --length 4096 --median 250 --task sft --precision bf16 --micro-size 16 --peer trl
     cell short_06b_packed 90 --shape qwen3-0.6b --length 4096 --micro-size 8 --task sft --precision bf16 "${plain[@]}"
+}
+
+short_trl() { # the last rows beside TRL, in one process: packages of EXTRAS are there, and ftcli leaves them alone
+    local at=(--shape llama-3.1-8b --length 4096 --median 330 --task sft --precision bf16 --lora 16 --learning-rate 1e-4)
+    local steps=(--steps 20 --warm 5)
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --median 30 --cpu --precision fp32 --task sft --lora 4)
+    more trl_ftcli 130 "${at[@]}" --micro-size 8 --peer ftcli --label "as init writes it" --set batch.micro_size=auto \
+        --set log.every_steps=1 --set model.use_liger_kernel=false
+    more trl_best 90 "${at[@]}" --micro-size 8 --peer trl
+    more trl_default 100 "${at[@]}" --micro-size 8 --peer trl-default
+}
+
+short_trl_halves() { # if TRL runs out of memory with eight rows and nothing recomputed
+    local at=(--shape llama-3.1-8b --length 4096 --median 330 --task sft --precision bf16 --lora 16 --learning-rate 1e-4)
+    local steps=(--steps 20 --warm 5)
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --median 30 --cpu --precision fp32 --task sft --lora 4)
+    more trl_halves 80 "${at[@]}" --micro-size 4 --accumulation 2 --peer trl
+    more trl_recomputed 80 "${at[@]}" --micro-size 8 --peer trl --set gradient_checkpointing=true --label recomputed
 }
 
 short_tiny() { # the same on a CPU with a tiny model, to try the commands

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 REFERENCES = ("bare", "hf-trainer", "trl-dpo")  # for language models, for classifiers, for pairs
+STAND_INS = ("trl",)  # where no reference was measured
 REFERENCE_VALUES = {"precision": ("bf16_pure", "bf16"), "profile": ("zero3", "fsdp")}  # field -> (value, reference's)
 LOSS, NORM = 2e-2, 5e-2  # relative tolerances: rounding and kernels explain these in a few dozen steps of bfloat16
 
@@ -47,7 +48,11 @@ def compare(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]
         name: other for name, (own, other) in REFERENCE_VALUES.items() if line["cell"][name] == own
     }
     same_length = [other for other in lines if other["steps"] == line["steps"]]  # rows depend on the number of steps
-    references = _references(same_length, masters) or _references(same_length, line["cell"])  # it may be missing
+    references = (  # the first may be missing
+        _references(same_length, masters)
+        or _references(same_length, line["cell"])
+        or _references(same_length, line["cell"], STAND_INS)
+    )
     is_plain = line["peer"] in REFERENCES and not line["settings"] and line["cell"] == masters
     if is_plain or not references or line == references[-1]:
         return {}
@@ -56,9 +61,11 @@ def compare(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]
     return {"apart": differences, "agrees": agrees}
 
 
-def _references(lines: list[dict[str, Any]], cell: dict[str, Any]) -> list[dict[str, Any]]:
+def _references(
+    lines: list[dict[str, Any]], cell: dict[str, Any], peers: tuple[str, ...] = REFERENCES
+) -> list[dict[str, Any]]:
     """Return the reference lines of a cell: those without settings, or all if each has settings."""
-    untraced = [line for line in lines if line["peer"] in REFERENCES and line["cell"] == cell and not line["traced"]]
+    untraced = [line for line in lines if line["peer"] in peers and line["cell"] == cell and not line["traced"]]
     return [line for line in untraced if not line["settings"]] or untraced
 
 

@@ -1,4 +1,4 @@
-"""Make one input of a cell: `python -m cells.making make_model|make_rows|make_adapter CELL WORK`, CELL as JSON."""
+"""Make inputs of a cell: `python -m cells.making make_model,make_rows,make_adapter CELL WORK`, CELL as JSON."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def make_adapter(cell: Cell, inputs: Inputs) -> None:
 
 if __name__ == "__main__":
     made = Cell(**json.loads(sys.argv[2]))
-    {"make_model": make_model, "make_rows": make_rows, "make_adapter": make_adapter}[sys.argv[1]](
-        made, inputs_of(made, Path(sys.argv[3]))
-    )
+    for name in sys.argv[1].split(","):
+        {"make_model": make_model, "make_rows": make_rows, "make_adapter": make_adapter}[name](
+            made, inputs_of(made, Path(sys.argv[3]))
+        )

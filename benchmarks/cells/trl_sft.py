@@ -2,7 +2,9 @@
 
 `trl-default` has TRL's defaults. `trl` has its best known settings: flash-attn-4 and Liger if they are installed, and
 no gradient checkpointing. Rows are passed packed, with `seq_lengths`, in the format of TRL's own packing. So both peers
-train the same rows as ftcli. Settings: `attn_implementation`, or a field of SFTConfig.
+train the same rows as ftcli. Short rows are passed one by one. `trl` concatenates those of a micro-batch (TRL's
+`padding_free`), without flash-attn by torch's variable-length attention, which computes the same. Settings:
+`attn_implementation`, or a field of SFTConfig.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import yaml
 
 from .adapters import four_bits, with_adapter
+from .bare import VARLEN, register_varlen
 from .cell import Cell, Inputs, Measured
 from .clock import Clock
 from .rows import PackedRows
@@ -26,18 +29,18 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    options = {} if cell.peer == "trl-default" else best(cpu=cell.cpu)
+    options = {} if cell.peer == "trl-default" else best(cpu=cell.cpu, short=cell.median > 0)
     options |= {name: yaml.safe_load(value) for name, value in cell.named.items()}
     kernel = options.pop("attn_implementation", "sdpa")
+    if kernel == VARLEN:
+        register_varlen()
     dtype = torch.bfloat16 if cell.precision == "bf16_pure" or cell.lora else torch.float32
     quantised = {"quantization_config": four_bits(), "device_map": {"": 0}} if cell.four_bit else {}
     model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=dtype, attn_implementation=kernel, **quantised)
     if cell.lora:
         model = with_adapter(model, inputs.adapter)
     with tempfile.TemporaryDirectory() as folder:
-        layout = PACKED | (
-            {"padding_free": kernel != "sdpa"} if cell.median else {}
-        )  # its padding-free needs flash-attn
+        layout = PACKED | ({"padding_free": kernel != "sdpa"} if cell.median else {})  # sdpa sees one document only
         config = SFTConfig(output_dir=folder, **(same_work(cell) | layout | options))
         trainer = watched(SFTTrainer, clock)(
             model=model,
@@ -55,14 +58,15 @@ PACKED = {
     "max_length": None,
     "dataset_kwargs": {"skip_prepare_dataset": True},
 }
-RECORDED = ("use_liger_kernel", "gradient_checkpointing", "torch_compile", "dataloader_num_workers")
+RECORDED = ("use_liger_kernel", "gradient_checkpointing", "torch_compile", "dataloader_num_workers", "padding_free")
 
 
-def best(*, cpu: bool) -> dict[str, Any]:
-    """Return TRL's best known settings for the packages that are installed."""
+def best(*, cpu: bool, short: bool = False) -> dict[str, Any]:
+    """Return TRL's best known settings for the packages that are installed, and for short rows if `short`."""
     has_flash = importlib.util.find_spec("flash_attn") is not None and not cpu
+    without_flash = VARLEN if short and not cpu else "sdpa"
     return {
-        "attn_implementation": "flash_attention_4" if has_flash else "sdpa",
+        "attn_implementation": "flash_attention_4" if has_flash else without_flash,
         "use_liger_kernel": importlib.util.find_spec("liger_kernel") is not None and not cpu,
         "gradient_checkpointing": False,
         "dataloader_num_workers": 0 if cpu else 2,

@@ -109,7 +109,7 @@ def describe_value(node: Schema, schema: Schema) -> str:
         elif "properties" in branch:
             texts.append(f"a section with the keys {', '.join(branch['properties'])}")
         elif branch.get("type") == "object":
-            texts.append("a mapping of names to values")
+            texts.append("a mapping of names to values" + (", not empty" if branch.get("minProperties") else ""))
         elif branch.get("type") == "null":
             texts.append("null")
         elif branch.get("type") in _TYPES:
@@ -217,7 +217,7 @@ def _show(value: Any) -> str:
     if isinstance(value, str):
         return f"'{shortened(value, MOST_VALUE)}' (text)" if value else "'' (text)"
     if isinstance(value, dict):
-        return "a section"
+        return "a section" if value else "an empty section"
     return "a list" if isinstance(value, list) else shortened(str(value), MOST_VALUE)
 
 

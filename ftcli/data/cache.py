@@ -279,8 +279,8 @@ def _encode(recipe: Recipe, task: Task, part: SourceRows, facts: dict[str, Any],
         allowed = recipe.data.max_bad_rows
         more = f" (more than data.max_bad_rows {allowed} rows cannot be used)" if allowed else ""
         raise InputError(f"row {number + 1} of {part.path}: {part.in_its_words(reason)}{more}", hint=BAD_ROW_HINT)
+    length = recipe.data.max_length
     if counts.untrained > max(MOST_UNTRAINED * counts.rows, recipe.data.max_bad_rows):
-        length = recipe.data.max_length
         or_split = ", or set data.truncation to split" if task.item == "token" else ""  # other rows stay whole
         raise InputError(
             f"data.{part.split}: {counts.untrained:,} of {counts.rows:,} rows of {part.path} contain no trainable "
@@ -288,7 +288,7 @@ def _encode(recipe: Recipe, task: Task, part: SourceRows, facts: dict[str, Any],
             hint=f"raise data.max_length{or_split}" if counts.untrained_cut else "fix or remove these rows",
         )
     if counts.documents == 0:
-        raise InputError(f"data.{part.split}: {part.path} has no usable row")
+        raise InputError(f"data.{part.split}: {part.path} has no usable row", hint=counts.why_none(length))
     return counts
 
 

@@ -69,6 +69,16 @@ class Counts:
         for count in fields(self):
             setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
+    def why_none(self, length: int) -> str:
+        """Return a hint for a source of which every row was left out, without an error in any.
+
+        Args:
+            length: `data.max_length`.
+        """
+        longer = f"{self.dropped:,} of {self.rows:,} rows are longer than data.max_length {length}: raise it"
+        weightless = f"{self.weightless:,} of {self.rows:,} rows have weight 0"
+        return "; ".join([longer] * (self.dropped > 0) + [weightless] * (self.weightless > 0))
+
 
 def encode_source(
     task: Task,

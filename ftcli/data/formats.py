@@ -113,15 +113,20 @@ def _converter(known: RowFormat) -> Callable[[Row], dict[str, Any]]:
     return CONVERTERS[known] if known in CONVERTERS else PREFERENCE_CONVERTERS[known]
 
 
-def described(row_format: RowFormat, columns: Collection[str]) -> str:
-    """Return one line about a source: its format, and the columns that are not used.
+def described(row_format: RowFormat, columns: Collection[str], kinds: Sequence[str]) -> str:
+    """Return one line about a source: its format, further formats that some rows may have, and columns not used.
 
     Args:
         row_format: The recognised format.
         columns: Names of all columns.
+        kinds: Kinds of rows that the task accepts.
     """
-    unused = sorted(set(columns) - {*row_format.required, *row_format.optional, "id"})
-    return row_format.name + (f" (not used: {', '.join(unused)})" if unused else "")
+    # `convert` takes the first format of which a row has all values.
+    others = [known for known in ROW_FORMATS if known.kind in kinds and set(known.required) <= set(columns)]
+    used = {name for known in (row_format, *others) for name in (*known.required, *known.optional)}
+    unused = sorted(set(columns) - used - {"id"})
+    text = ", else ".join([row_format.name, *(known.name for known in others if known != row_format)])
+    return text + (f" (not used: {', '.join(unused)})" if unused else "")
 
 
 def with_usual_names(task: Any, columns: Mapping[str, str], present: Collection[str], *, where: str) -> dict[str, str]:

@@ -115,7 +115,7 @@ def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) 
         if kinds := properties_of(task).formats:
             with _explain_inherited_formats(type(task)):
                 row_format = recognise(rows.column_names, kinds, f"data.{split}: {source.path}")
-            description = described(row_format, rows.column_names)
+            description = described(row_format, rows.column_names, kinds)
             rows = decode_class_names(rows, [*row_format.required, *row_format.optional], source.path)
         most = len(rows) if source.max_rows is None else min(source.max_rows, len(rows))
         indices = np.arange(len(rows)) if most == len(rows) else sample_rows(len(rows), most, seed, number)

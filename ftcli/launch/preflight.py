@@ -176,5 +176,5 @@ def describe_formats(recipe: Recipe) -> dict[str, str]:
                 descriptions[name] = f"{source.path}: {described_columns(task, columns)}"
                 continue
             row_format = recognise(columns, kinds, f"data.{split}: {source.path}")
-            descriptions[name] = f"{source.path}: {described(row_format, columns)}"
+            descriptions[name] = f"{source.path}: {described(row_format, columns, kinds)}"
     return descriptions

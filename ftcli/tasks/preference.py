@@ -49,7 +49,7 @@ WEIGHT = "weight"  # option that every loss has
 class Options(BaseModel):
     """Keys of task_options for preference."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     losses: dict[str, dict[str, float]] = Field(
         {"sigmoid": {"beta": 0.1}},
@@ -158,7 +158,7 @@ class Task(sft.Task):
     def _checked(self, pair: Row, facts: dict[str, Any]) -> Row:
         """Return a pair without columns that no loss of the recipe reads; raises `RowError` for a missing one."""
         if facts["given"] and REFERENCE[0] not in pair:
-            raise RowError("has no log-probabilities of a reference, but other rows have them")
+            raise RowError(f"has no {' and '.join(REFERENCE)}, but the data has these columns: fill or delete them")
         if "margin" in pair and not any(loss.takes_margin for loss in self.losses.values()):
             raise RowError(f"has a margin, which the losses {', '.join(self.losses)} do not use; sigmoid does")
         return pair if facts["given"] else {name: value for name, value in pair.items() if name not in REFERENCE}

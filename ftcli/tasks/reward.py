@@ -21,7 +21,7 @@ from ftcli.models.kernels.document_attention import (
     is_flat,
     prefers_flat,
 )
-from ftcli.runtime.errors import RowError
+from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.protocol import COUNT_UNIT, ITEMS, NOTES, Batch, Row, Span, Term
 from ftcli.tasks.shared import scored_answers as scored
 from ftcli.tasks.shared.chat_tokenizer import load_chat_tokenizer, tokenizer_digest
@@ -48,7 +48,7 @@ REWARD = "reward"  # name of the only score of a model that ranks
 class Options(BaseModel):
     """Keys of task_options for reward."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     attributes: Annotated[list[str], AfterValidator(check_distinct)] | None = Field(
         None,
@@ -119,9 +119,14 @@ class Task:
         Rows that are ranked or compared have no attributes.
 
         Raises:
-            InputError: Some sources have scores, others are compared or ranked.
+            InputError: Some sources have scores, others are compared or ranked; or scores are to be centred.
         """
         attributes = scored.find_attributes(parts, self.formats, self.options.attributes)
+        if attributes and self.options.center:
+            raise InputError(
+                "task_options.center is the weight of a term of pairs of answers, but the rows have scores",
+                hint="delete task_options.center",
+            )
         return parts, {
             "attributes": attributes,
             "weighted": any("weight" in part.rows.column_names for part in parts),
@@ -152,7 +157,13 @@ class Task:
                 return scored.encode_scored(self.tokenizer, given, facts["attributes"], **arguments)
             return scored.encode_ranked(self.tokenizer, given, **arguments)
 
-        return encode_parsed(rows, lambda row: [scored.as_ranked(convert(row, self.formats))], encode)
+        return encode_parsed(rows, lambda row: [self._checked(convert(row, self.formats), facts)], encode)
+
+    def _checked(self, row: Row, facts: dict[str, Any]) -> Row:
+        """Return a converted row as the task encodes it; raises `RowError` for a score among rows without scores."""
+        if "scores" in row and not facts["attributes"]:
+            raise RowError("has a score, but other rows have compared or ranked answers; train them in two runs")
+        return scored.as_ranked(row)
 
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the model with a head of one score, or of one for each attribute, and the names of its new modules.

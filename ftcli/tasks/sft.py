@@ -243,7 +243,8 @@ class Task:
         import numpy as np
 
         loss = float(rows["loss"].sum() / rows["items"].sum())
-        return {"loss": loss, "perplexity": float(np.exp(loss))}
+        with np.errstate(over="ignore"):  # a run that diverges has infinity, without a warning
+            return {"loss": loss, "perplexity": float(np.exp(loss))}
 
     def answer_ends(self) -> list[int]:
         """Return the tokens that end a trained answer: those of the chat template, or the tokenizer's."""

@@ -41,7 +41,7 @@ REFERENCE, MISMATCHED_REFERENCE = "ref_logps", "ref_mismatched_logps"  # derived
 class Options(BaseModel):
     """Keys of task_options for unpaired_preference."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     loss: Literal["kto", "apo_zero_unpaired"] = Field(
         "kto", description="kto: rewards are compared with a baseline of the step; apo_zero_unpaired: with 0."

@@ -86,6 +86,10 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
     "aot": PreferenceLoss(losses.aot, SMOOTHED, needs_ranks=True),
 }
 
+# Methods -> the loss that they train with, for hints. The nearest of the names above can be that of another method.
+METHODS = {"dpo": "sigmoid", "cdpo": "sigmoid", "rpo": "sigmoid", "slic": "hinge", "exo": "exo_pair", "nca": "nca_pair"}
+METHODS |= {"bco": "bco_pair", "sppo": "sppo_hard", "apo": "apo_zero"}
+
 
 def loss_options(name: str, given: Mapping[str, float], where: str) -> dict[str, float]:
     """Return the value of every option of a loss: those given, and the defaults of the others.
@@ -99,7 +103,9 @@ def loss_options(name: str, given: Mapping[str, float], where: str) -> dict[str,
         InputError: For an unknown loss, an option that the loss does not take, or a value out of bounds.
     """
     if name not in PREFERENCE_LOSSES:
-        hint = nearest(name, PREFERENCE_LOSSES) or f"one of {', '.join(PREFERENCE_LOSSES)}"
+        known_as = METHODS.get(name.lower())
+        hint = f"the loss of {name} is '{known_as}'" if known_as else nearest(name, PREFERENCE_LOSSES)
+        hint = hint or f"one of {', '.join(PREFERENCE_LOSSES)}"
         raise InputError(f"no preference loss '{name}'", where, hint)
     known = PREFERENCE_LOSSES[name].options
     problems = [

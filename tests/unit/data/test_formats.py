@@ -53,7 +53,7 @@ def test_recognise_other_columns_are_refused_with_a_way_out(
 
 def test_recognise_names_unused_columns() -> None:
     columns = ["output", "instruction", "score", "id", "input"]
-    assert described(recognise(columns, CHAT, "x"), columns) == "Alpaca instructions (not used: score)"
+    assert described(recognise(columns, CHAT, "x"), columns, CHAT) == "Alpaca instructions (not used: score)"
 
 
 def messages_of(row: dict[str, Any]) -> Any:

@@ -45,7 +45,11 @@ def test_recognise_returns_the_format_of_the_columns(columns: list[str], name: s
 
 def test_columns_that_a_pair_may_have_are_used_and_others_are_named() -> None:
     columns = ["prompt", "chosen", "rejected", "margin", "weight", "ref_chosen_logps", "source"]
-    assert described(recognise(columns, KINDS, "x"), columns) == "compared answers (not used: source)"
+    assert described(recognise(columns, KINDS, "x"), columns, KINDS) == "compared answers (not used: source)"
+    columns += ["responses", "ranks"]
+    assert described(recognise(columns, KINDS, "x"), columns, KINDS) == (
+        "compared answers, else ranked answers (not used: source)"
+    )
 
 
 @pytest.mark.parametrize(

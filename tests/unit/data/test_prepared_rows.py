@@ -118,6 +118,15 @@ def test_prepare_rows_logs_truncated_and_dropped_rows(
     assert rows.log_lines[1:] == [line]
 
 
+def test_prepare_rows_with_no_usable_row_names_the_reasons(model: Path, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"text": "a" * 99}, {"text": "b" * 99}, {"text": "c", "weight": 0}])
+    with pytest.raises(InputError) as caught:
+        prepared(recipe_of(model, {"train": rows, "truncation": "drop"}))
+    (problem,) = caught.value.problems
+    assert problem.what.endswith("rows.jsonl has no usable row")
+    assert problem.hint == ("2 of 3 rows are longer than data.max_length 64: raise it; 1 of 3 rows have weight 0")
+
+
 def test_prepare_rows_with_an_epoch_takes_the_weight_of_a_source_times_its_rows(model: Path, tmp_path: Path) -> None:
     sources = [
         {"path": texts(tmp_path / "a.jsonl", "a", 10), "weight": 0.5},

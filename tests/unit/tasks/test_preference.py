@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,12 @@ def test_terms_are_the_losses_with_their_weights_and_the_likelihood(inputs: Path
     ("losses", "message"),
     [
         ({"sigmoyd": {}}, "no preference loss 'sigmoyd'; did you mean 'sigmoid'?"),
+        ({"dpo": {}}, "no preference loss 'dpo'; the loss of dpo is 'sigmoid'"),
         ({"simpo": {"gama": 1.0}}, "the loss simpo has no option gama; did you mean 'gamma'?"),
         ({"sigmoid": {"beta": 0.0}}, "beta of the loss sigmoid is 0; it must be above 0"),
         ({"sigmoid": {"weight": 0.0}}, "the weight of sigmoid is 0; it must be above 0"),
         ({"robust": {"label_smoothing": 0.5}}, "label_smoothing of the loss robust is 0.5"),
-        ({}, "task_options.losses"),
+        ({}, "task_options.losses is an empty section, and must be a mapping of names to values, not empty"),
     ],
 )
 def test_options_of_losses_that_do_not_exist_or_are_out_of_bounds_are_refused(
@@ -78,6 +80,12 @@ def test_options_of_losses_that_do_not_exist_or_are_out_of_bounds_are_refused(
     with pytest.raises(InputError) as error:
         build_task(recipe(inputs, losses))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "option"), [("preference", "likelihood"), ("unpaired", "beta"), ("reward", "center")])
+def test_options_that_are_infinite_are_refused(name: str, option: str, inputs: Path) -> None:
+    with pytest.raises(InputError, match=f"task_options.{option} is inf"):
+        build_task(recipe(inputs, None, name, task_options={option: inf}))
 
 
 @pytest.mark.parametrize("name", ["preference", "unpaired", "reward"])
@@ -153,7 +161,7 @@ def test_given_log_probabilities_replace_the_derived_columns(make_inputs: MakeIn
         assert step.notes == pytest.approx(notes, rel=1e-5, abs=1e-6)
     del rows[3]["ref_chosen_logps"], rows[3]["ref_rejected_logps"]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError, match="row 4 .*has no log-probabilities of a reference, but other rows have them"):
+    with pytest.raises(InputError, match="row 4 .*has no ref_chosen_logps and ref_rejected_logps, but the data has"):
         prepare(recipe(folder, data=data(folder, eval_rows=0)), cpu=True)
 
 

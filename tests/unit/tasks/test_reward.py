@@ -55,6 +55,18 @@ def test_sources_of_two_kinds_and_attributes_of_pairs_are_refused(inputs: Path) 
     ranked = [{"path": str(inputs / f"{name}.jsonl")} for name in ("pairs", "ranked")]
     given = of(inputs, "pairs", data={"train": ranked, "max_length": 128})
     assert prepare_rows(given, build_task(given)).facts["attributes"] == []
+    given = of(inputs, "rated", task_options={"center": 0.01})
+    with pytest.raises(InputError, match="task_options.center is .* but the rows have scores"):
+        prepare_rows(given, build_task(given))
+
+
+def test_a_scored_row_among_ranked_ones_is_refused(make_inputs: MakeInputs) -> None:
+    folder = make_inputs()
+    mixed = (folder / "ranked.jsonl").read_text() + '{"prompt": "p", "completion": "c", "score": 1}\n'
+    (folder / "mixed.jsonl").write_text(mixed)
+    given = of(folder, "mixed")
+    with pytest.raises(InputError, match="row 43 of .* has a score, but other rows have compared or ranked answers"):
+        prepare_rows(given, build_task(given))
 
 
 def test_attributes_are_the_outputs_of_the_model_in_their_order(inputs: Path) -> None:

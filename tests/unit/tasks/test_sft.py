@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ftcli import testing
@@ -255,3 +257,7 @@ def test_encode_rows_in_a_batch_names_the_numbers_of_bad_rows(model: Path, tmp_p
     assert message[1].endswith(
         "were left out: 4, 256, 257, 281; has no message of the assistant, so nothing would be trained"
     )
+
+
+def test_metrics_of_a_run_that_diverges_are_infinite_without_a_warning(model: Path) -> None:
+    assert task(model).metrics({"loss": np.array([2e4]), "items": np.array([2.0])}) == {"loss": 1e4, "perplexity": inf}

@@ -13,6 +13,8 @@ from ftcli.runtime.errors import Problem
 if TYPE_CHECKING:
     from ftcli.config.profile import Profile
 
+LARGEST_PORT = 65535
+
 
 @dataclass(frozen=True)
 class Machines:
@@ -64,4 +66,6 @@ def machine_problems(profile: Profile, world: int, machines: Machines) -> list[P
         if machines.main_ip is None or machines.main_port is None:
             what = "several machines need --main-process-ip and --main-process-port"
             problems.append(Problem(what, hint="address of machine 0, and a free port there; the same on all"))
+    if machines.main_port is not None and not 0 <= machines.main_port <= LARGEST_PORT:
+        problems.append(Problem(f"--main-process-port {machines.main_port}", hint=f"a port is at most {LARGEST_PORT}"))
     return problems

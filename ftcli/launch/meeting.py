@@ -59,13 +59,18 @@ class Meeting:
             seconds: How long to wait for machine 0.
 
         Raises:
-            NoMeeting: The port is taken, or machine 0 does not answer.
+            NoMeeting: The address is not known, the port is taken, or machine 0 does not answer.
         """
         from torch.distributed import DistError, TCPStore
 
         host, port = machines.main_ip or "127.0.0.1", machines.main_port or 0
         serves = machines.rank == 0
         limit = timedelta(seconds=seconds)
+        try:
+            socket.getaddrinfo(host, port)  # torch would try again and again, and print where in its code
+        except OSError as error:
+            remedy = "give an address of machine 0 that this machine can resolve: --main-process-ip"
+            raise NoMeeting(wrong("machine 0", f"the address {host} is not known here: {error}", remedy)) from None
         try:
             store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit)
         except DistError:

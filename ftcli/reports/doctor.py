@@ -136,7 +136,7 @@ def doctor(
         world = gpus or 2
     device = "cuda" if gpus else "cpu"
     problem = check_devices(load_profile("ddp"), world, cpu=device == "cpu", num_machines=machines.count)
-    if (world > 1 or machines.count > 1) and (problems := machine_problems(load_profile("ddp"), world, machines)):
+    if problems := machine_problems(load_profile("ddp"), world, machines):
         raise InputError(problems)
     speeds = None
     with ExitStack() as stack:

@@ -225,7 +225,7 @@ def _curves(runs: Sequence[RunRecord]) -> Table:
     for common in pairs[1:]:
         other = [row["step"] for mine, row in common if mine.get("samples") != row.get("samples")]
         same.append(f"differ from step {other[0]}" if other else "the same" if common else "none")
-    return [*table, ("trained rows", same)]
+    return [*table, ("ids of trained rows", same)]
 
 
 def _largest(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], key: str) -> str:

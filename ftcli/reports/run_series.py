@@ -118,7 +118,7 @@ def _group(key: str) -> str:
 
 
 def points(run: RunRecord, key: str) -> tuple[list[int], list[float]]:
-    """Return (steps, values) of one value; infinite values are NaN, which a chart leaves out.
+    """Return (steps, values) of one value, as they stand in the rows.
 
     Args:
         run: The run.
@@ -126,18 +126,19 @@ def points(run: RunRecord, key: str) -> tuple[list[int], list[float]]:
     """
     rows = run.evaluations if key.startswith("eval/") else run.training
     pairs = [(row["step"], value) for row in rows if (value := number(row.get(key))) is not None]
-    return [step for step, _ in pairs], [value if math.isfinite(value) else math.nan for _, value in pairs]
+    return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def curve(run: RunRecord, panel: Panel) -> tuple[list[int], list[float]]:
-    """Return (steps, values) of a chart; for a load of several ranks their mean.
+    """Return (steps, values) of a chart; for a load of several ranks their mean. A chart leaves NaN out.
 
     Args:
         run: The run.
         panel: The chart.
     """
     if len(panel.columns) == 1:
-        return points(run, panel.columns[0])
+        steps, values = points(run, panel.columns[0])
+        return steps, [value if math.isfinite(value) else math.nan for value in values]
     steps, ranks = _by_rank(run, panel)
     return steps, [statistics.fmean(values) for values in ranks]
 

@@ -17,7 +17,8 @@ import pytest
 import ftcli
 from ftcli.launch.collective_check import LocalRanks, check_collectives, diagnose, read_progress
 from ftcli.launch.machines import Machines
-from ftcli.launch.meeting import Meeting
+from ftcli.launch.meeting import Meeting, NoMeeting
+from ftcli.runtime.errors import InputError
 from ftcli.runtime.machine.facts import Fact
 
 from ..support.ports import free_port
@@ -91,6 +92,16 @@ def test_doctor_of_a_machine_that_never_comes_names_it() -> None:
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
     yield Meeting.open(Machines(), 60)
+
+
+def test_doctor_of_a_machine_number_without_other_machines_is_refused() -> None:
+    with pytest.raises(InputError, match="--machine-rank 4 of --num-machines 1"):
+        ftcli.doctor(machine_rank=4)
+
+
+def test_meeting_at_an_address_that_cannot_be_resolved_names_it() -> None:
+    with pytest.raises(NoMeeting, match="the address no-such-host.invalid is not known here"):
+        Meeting.open(Machines(2, 0, "no-such-host.invalid", 29500), 5)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,8 @@ SLOW = {
     "CUDA_LAUNCH_BLOCKING": "the host waits for each kernel",
     "TORCH_NCCL_BLOCKING_WAIT": "the host waits for each collective",
 }
+SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NVLS_ENABLE")  # read by C's strtoll
+DEVICE_NAMES = ("GPU-", "MIG-")  # of CUDA_VISIBLE_DEVICES, beside numbers
 OFF_BY_ZERO = {"NCCL_NVLS_ENABLE"}  # its value 0 leaves the fast path out, 1 does for the others
 
 
@@ -84,7 +87,8 @@ def _problems(name: str, value: str, cores: int, gpus: int) -> Iterator[Fact]:
         elif first > cores:
             yield look(name, f"{value} threads on {cores} cores", f"unset it, or set it to at most {cores}")
     if name == "CUDA_VISIBLE_DEVICES" and gpus:
-        numbers = [number for item in value.split(",") if (number := whole_number(item)) is not None]
+        items = [item.strip() for item in value.split(",") if item.strip()]
+        numbers = [number for item in items if (number := whole_number(item)) is not None]
         if missing := [number for number in numbers if number >= gpus]:
             text = f"{value}: there is no GPU {missing[0]}, and CUDA ignores the numbers after it"
             yield wrong(name, text, f"use numbers from 0 to {gpus - 1}")
@@ -92,8 +96,13 @@ def _problems(name: str, value: str, cores: int, gpus: int) -> Iterator[Fact]:
             yield wrong(name, f"{value} names a GPU twice", "name each GPU once")
         elif not value.strip() or value.strip() == "-1":
             yield look(name, f"hides all {gpus} GPUs", "unset it to train on them")
+        elif unknown := [item for item in items if whole_number(item) is None and not item.startswith(DEVICE_NAMES)]:
+            text = f"{value}: {unknown[0]} is no GPU, and CUDA ignores it and what follows"
+            yield wrong(name, text, f"use numbers from 0 to {gpus - 1}, or names that begin with GPU- or MIG-")
     if name == "NCCL_DEBUG" and value.upper() not in DEBUG_LEVELS:
         yield wrong(name, f"{value} is not a level", nearest(value.upper(), DEBUG_LEVELS) or "use WARN or INFO")
+    if name in SWITCHES and not re.match(r"\s*[-+]?\d", value):
+        yield wrong(name, f"{value!r} is not a number, and NCCL reads it as 0", "set it to 0 or 1, or unset it")
     if name in SLOW and value.strip() == ("0" if name in OFF_BY_ZERO else "1"):
         yield look(name, f"{value}: {SLOW[name]}", "unset it, unless it works around a fault of this machine")
     if name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") and value.upper() in ("1", "ON", "YES", "TRUE"):

@@ -14,7 +14,7 @@ import pytest
 from ftcli.config.load import load_recipe
 from ftcli.config.profile import Profile, load_profile
 from ftcli.launch import accelerate_command, launcher, worker_recipe
-from ftcli.launch.machines import Machines
+from ftcli.launch.machines import Machines, machine_problems
 from ftcli.launch.processes import check_devices, count_processes
 from ftcli.launch.supervisor import LaunchError, supervise
 from ftcli.reports import check
@@ -127,6 +127,18 @@ def test_launcher_more_processes_than_gpus_raises_that_names_the_number(four_gpu
 def test_launcher_no_number_of_processes_below_one() -> None:
     with pytest.raises(InputError, match="--num-processes is 0"):
         count_processes(load_profile("ddp"), 0, cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("machines", "message"),
+    [
+        (Machines(1, 4), "--machine-rank 4 of --num-machines 1"),
+        (Machines(2, 0, "10.0.0.1", 99999), "--main-process-port 99999"),
+    ],
+)
+def test_launcher_ranks_and_ports_that_cannot_be_are_refused(machines: Machines, message: str) -> None:
+    (problem,) = machine_problems(load_profile("ddp"), 2, machines)
+    assert problem.what == message
 
 
 def test_launcher_launch_line_is_plain_accelerate() -> None:

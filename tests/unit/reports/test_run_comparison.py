@@ -34,7 +34,13 @@ def test_compare_runs_finds_differences_of_recipe_profile_versions_and_curves(tm
     assert curves["steps in common"][1] == "3" and curves["largest difference of learning_rate"][1] == "identical"
     mine, theirs = 5.346167087554932, 5.3805694580078125  # losses of step 2
     assert curves["largest difference of loss"][1] == f"{abs(mine - theirs) / mine:.1e} at step 2"
-    assert curves["trained rows"][1] == "differ from step 3"
+    assert curves["ids of trained rows"][1] == "differ from step 3"
+
+
+def test_compare_runs_shows_a_last_loss_that_is_infinite_as_it_is(tmp_path: Path) -> None:
+    run = copy_run("sft_ddp", tmp_path / "run")
+    change_rows(run, {3: {"loss": math.inf}})
+    assert dict(ftcli.compare_runs(run).summary)["last loss"] == ["inf at step 3"]
 
 
 def test_compare_runs_of_different_tasks_says_that_losses_are_not_comparable() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.reports.run_events import Event
 from ftcli.reports.run_record import number, read_runs
-from ftcli.reports.run_series import curve, extremes, find_panels, points, smooth, thin
+from ftcli.reports.run_series import curve, extremes, find_panels, smooth, thin
 from ftcli.runtime import load_findings
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.run_folder import RunFolder
@@ -162,10 +162,12 @@ def test_find_panels_groups_values_and_leaves_out_digests(tmp_path: Path) -> Non
     assert not {"samples", "step", "text"} & set(groups)
 
 
-def test_points_of_infinite_values_are_gaps(tmp_path: Path) -> None:
+def test_curve_of_infinite_values_has_gaps(tmp_path: Path) -> None:
     run = copy_run("sft_ddp", tmp_path / "run")
     change_rows(run, {1: {"loss": -math.inf}})
-    steps, values = points(read_runs([run])[0], "loss")
+    runs = read_runs([run])
+    panel = next(panel for panel in find_panels(runs)[0] if panel.columns == ("loss",))
+    steps, values = curve(runs[0], panel)
     assert steps == [1, 2, 3] and [math.isnan(value) for value in values] == [False, True, False]
 
 

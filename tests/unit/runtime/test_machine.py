@@ -153,6 +153,8 @@ def test_variable_facts_name_the_known_variable_that_a_misspelt_one_means() -> N
         ("CUDA_VISIBLE_DEVICES", "0,4", "wrong"),
         ("CUDA_VISIBLE_DEVICES", "1,1", "wrong"),
         ("CUDA_VISIBLE_DEVICES", "-1", "look"),
+        ("CUDA_VISIBLE_DEVICES", "GPU-8932f937,MIG-5", "ok"),
+        ("CUDA_VISIBLE_DEVICES", "0,cuda:1", "wrong"),
         ("OMP_NUM_THREADS", "8", "ok"),
         ("OMP_NUM_THREADS", "9", "look"),
         ("OMP_NUM_THREADS", "many", "wrong"),
@@ -161,6 +163,7 @@ def test_variable_facts_name_the_known_variable_that_a_misspelt_one_means() -> N
         ("NCCL_P2P_DISABLE", "1", "look"),
         ("NCCL_P2P_DISABLE", "0", "ok"),
         ("NCCL_NVLS_ENABLE", "0", "look"),
+        ("NCCL_IB_DISABLE", "true", "wrong"),
         ("HF_HUB_OFFLINE", "1", "look"),
     ],
 )

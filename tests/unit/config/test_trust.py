@@ -271,9 +271,7 @@ def test_commands_on_a_run_with_model_code_need_trust_remote_code(
         code, _, err = ftcli(*command)
         assert code == 2 and "code of its own" in err and FLAG in err and "Traceback" not in err, command
         assert not marker.exists(), command
-        # final/ of an adapter has the code of the tokenizer, and its base that of the model.
-        from_final = ("generate", "chat", "export") if adapter["type"] == "none" else ("generate", "chat")
-        names_final = command[1] is run and command[0] in from_final
+        names_final = command[1] is run and command[0] != "evaluate"  # with an adapter: for the tokenizer's code
         assert f"{run / 'final' if names_final else own_model} comes with Python code" in err, command
     for command in commands:
         monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))  # the question for chat

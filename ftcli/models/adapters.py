@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.models.structure import base_model_of, embeddings_and_head
-from ftcli.runtime.errors import InputError, Problem
+from ftcli.runtime.errors import InputError, Problem, shortened
 from ftcli.runtime.patches import declare
 from ftcli.runtime.reader_errors import reading
 from ftcli.runtime.seeds import seed_of
@@ -115,6 +115,7 @@ def add_adapter(
     except (TypeError, ValueError) as error:
         raise refused(names, section, error) from error
     check_adapted(names, wrapped, section, excluded)
+    _check_magnitudes(wrapped)
     for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -128,6 +129,24 @@ def add_adapter(
         _check_patterns(wrapped, folder)
         load_adapter_weights(wrapped, folder)
     return wrapped
+
+
+def _check_magnitudes(model: nn.Module) -> None:
+    """Raise `InputError` if DoRA would divide by zero: the weights of an output are all zero, as in padding or pruning.
+
+    Ranks whose weights have no values yet (meta tensors) check nothing.
+    """
+    zeros: dict[str, int] = {}  # name of a module -> its first output without weights
+    for name, parameter in model.named_parameters():
+        module, _, is_magnitude = name.partition(".lora_magnitude_vector.")
+        if is_magnitude and not parameter.is_meta and len(found := (parameter == 0).flatten().nonzero()):
+            zeros[module.removeprefix("base_model.model.")] = int(found[0])
+    if zeros:
+        first, names = next(iter(zeros)), ", ".join(zeros)
+        raise InputError(
+            f"adapter.use_dora: all weights of output {zeros[first]} of {first} are zero, and DoRA divides by their norm",
+            hint=f"remove use_dora, or add to adapter.exclude_modules: {shortened(names, 300)}",
+        )
 
 
 def describe_cut_tie(model: Any) -> list[str]:

@@ -158,6 +158,22 @@ def test_add_adapter_with_names_of_modules_or_parameters_adapts_them(case: str) 
     assert {name.partition(".layers.1.")[2].partition(".lora_A")[0] for name in trained} - {""} == expected
 
 
+def test_add_adapter_of_dora_on_weights_that_are_zero_names_the_modules() -> None:
+    def dora(**section: Any) -> None:
+        model = build_tiny(MODELS["llama"][0], **SIZES)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.down_proj.weight[3] = 0
+        recipe = Recipe.model_validate(RECIPE | {"adapter": LORA | {"use_dora": True} | section})
+        add_adapter(model, recipe, keep=[], task_type="CAUSAL_LM")
+
+    name = r"model\.layers\.{}\.mlp\.down_proj".format
+    expected = rf"output 3 of {name(0)} are zero, and DoRA divides by their norm\n.*exclude_modules: {name(0)}, {name(1)}"
+    with pytest.raises(InputError, match=expected):
+        dora()
+    dora(exclude_modules=["mlp.down_proj"])
+
+
 def test_describe_unadapted_of_all_linear_names_what_has_no_adapter() -> None:
     lines = {}
     for kind in ("llama", "qwen3_moe", "glm4_moe", "gpt_oss"):

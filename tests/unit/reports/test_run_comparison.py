@@ -40,7 +40,8 @@ def test_compare_runs_finds_differences_of_recipe_profile_versions_and_curves(tm
 def test_compare_runs_shows_a_last_loss_that_is_infinite_as_it_is(tmp_path: Path) -> None:
     run = copy_run("sft_ddp", tmp_path / "run")
     change_rows(run, {3: {"loss": math.inf}})
-    assert dict(ftcli.compare_runs(run).summary)["last loss"] == ["inf at step 3"]
+    comparison = ftcli.compare_runs(FOLDERS / "sft_ddp", run)
+    assert dict(comparison.summary)["last loss"][1] == "inf at step 3"
 
 
 def test_compare_runs_of_different_tasks_says_that_losses_are_not_comparable() -> None:

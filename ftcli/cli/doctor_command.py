@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ftcli.cli.options import CpuOption, ProfileOption
+from ftcli.cli.options import (
+    CpuOption,
+    MachineRankOption,
+    MachinesOption,
+    MainAddressOption,
+    MainPortOption,
+    ProfileOption,
+)
 from ftcli.runtime.terminal import print_text
 
 
@@ -22,16 +29,10 @@ def doctor(
             help="Processes over all machines, which try each collective. Default: with a profile, all visible GPUs.",
         ),
     ] = None,
-    num_machines: Annotated[int, typer.Option("--num-machines", metavar="M", min=1, help="Number of machines.")] = 1,
-    machine_rank: Annotated[
-        int, typer.Option("--machine-rank", metavar="R", min=0, help="Number of this machine, from 0.")
-    ] = 0,
-    main_process_ip: Annotated[
-        str | None, typer.Option("--main-process-ip", metavar="IP", help="Address of machine 0.")
-    ] = None,
-    main_process_port: Annotated[
-        int | None, typer.Option("--main-process-port", metavar="PORT", help="Free port on machine 0.")
-    ] = None,
+    num_machines: MachinesOption = 1,
+    machine_rank: MachineRankOption = 0,
+    main_process_ip: MainAddressOption = None,
+    main_process_port: MainPortOption = None,
     cpu: CpuOption = False,
     bench: Annotated[
         bool, typer.Option("--bench", help="Measure device, disk and collectives too; `ftcli plan` uses the results.")

@@ -15,6 +15,14 @@ ProcessesOption = Annotated[
     int | None,
     typer.Option("--num-processes", metavar="N", help="Processes over all machines. Default: all visible GPUs."),
 ]
+MachinesOption = Annotated[int, typer.Option("--num-machines", metavar="M", min=1, help="Number of machines.")]
+MachineRankOption = Annotated[
+    int, typer.Option("--machine-rank", metavar="R", min=0, help="Number of this machine, from 0.")
+]
+MainAddressOption = Annotated[str | None, typer.Option("--main-process-ip", metavar="IP", help="Address of machine 0.")]
+MainPortOption = Annotated[
+    int | None, typer.Option("--main-process-port", metavar="PORT", help="Free port on machine 0.")
+]
 CpuOption = Annotated[
     bool, typer.Option("--cpu", help="Use the CPU, even on a machine with GPUs. Works with every profile.")
 ]

@@ -16,6 +16,10 @@ import typer
 from ftcli.cli.options import (
     AccelerateArguments,
     CpuOption,
+    MachineRankOption,
+    MachinesOption,
+    MainAddressOption,
+    MainPortOption,
     ProcessesOption,
     ProfileOption,
     RecipeArgument,
@@ -40,16 +44,10 @@ def train(
     accelerate_arguments: AccelerateArguments = None,
     profile: ProfileOption = None,
     num_processes: ProcessesOption = None,
-    num_machines: Annotated[int, typer.Option("--num-machines", metavar="M", help="Number of machines.")] = 1,
-    machine_rank: Annotated[
-        int, typer.Option("--machine-rank", metavar="R", help="Number of this machine, from 0.")
-    ] = 0,
-    main_process_ip: Annotated[
-        str | None, typer.Option("--main-process-ip", metavar="A", help="Address of machine 0.")
-    ] = None,
-    main_process_port: Annotated[
-        int | None, typer.Option("--main-process-port", metavar="P", help="Free port on machine 0.")
-    ] = None,
+    num_machines: MachinesOption = 1,
+    machine_rank: MachineRankOption = 0,
+    main_process_ip: MainAddressOption = None,
+    main_process_port: MainPortOption = None,
     cpu: CpuOption = False,
     set_: SetOption = None,
     output: Annotated[

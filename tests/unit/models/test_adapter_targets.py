@@ -168,7 +168,9 @@ def test_add_adapter_of_dora_on_weights_that_are_zero_names_the_modules() -> Non
         add_adapter(model, recipe, keep=[], task_type="CAUSAL_LM")
 
     name = r"model\.layers\.{}\.mlp\.down_proj".format
-    expected = rf"output 3 of {name(0)} are zero, and DoRA divides by their norm\n.*exclude_modules: {name(0)}, {name(1)}"
+    expected = (
+        rf"output 3 of {name(0)} are zero, and DoRA divides by their norm\n.*exclude_modules: {name(0)}, {name(1)}"
+    )
     with pytest.raises(InputError, match=expected):
         dora()
     dora(exclude_modules=["mlp.down_proj"])

@@ -72,12 +72,14 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
     from ftcli.models.kernels.float8 import check_float8
     from ftcli.models.kernels.liger import check_liger
     from ftcli.models.positions import check_positions
+    from ftcli.models.quantised_files import quantised_problems
     from ftcli.runtime.devices import count_gpus
     from ftcli.tasks.shared.metric_names import check_metric
 
     if problems := [
         *adapter_problems(recipe.adapter),
         *hub_key_problems(recipe),
+        *quantised_problems(recipe),
         *([] if is_elsewhere else check_bitsandbytes(recipe, cpu=cpu) + check_float8(recipe, cpu=cpu)),
         *collect_problems(_file_checks(recipe)),
     ]:

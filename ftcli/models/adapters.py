@@ -144,7 +144,8 @@ def _check_magnitudes(model: nn.Module) -> None:
     if zeros:
         first, names = next(iter(zeros)), ", ".join(zeros)
         raise InputError(
-            f"adapter.use_dora: weights of output {zeros[first]} of {first} are zero, and DoRA divides by their norm",
+            f"adapter.use_dora: all weights of output {zeros[first]} of {first} are zero, and DoRA divides by their "
+            "norm",
             hint=f"remove use_dora, or add to adapter.exclude_modules: {shortened(names, 300)}",
         )
 

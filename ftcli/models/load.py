@@ -16,6 +16,7 @@ from ftcli.data.paths import MODEL_KEY, local_path
 from ftcli.models.adapter_folder import base_of, check_labels
 from ftcli.models.frozen_weights import model_files_folder
 from ftcli.models.hub import keep_soft_capping, load_from_hub
+from ftcli.models.quantised_files import check_loaded
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
 from ftcli.runtime.seeds import seed_of
@@ -115,6 +116,8 @@ def load_model(
 
     # 4-bit weights have a quantization state, which is created while reading and cannot be broadcast.
     model, new = read() if "quantization_config" in kwargs else READ_WEIGHTS.get()(read, build)
+    if dtype != "auto":
+        check_loaded(model, recipe)
     heads = sorted({name.rpartition(".")[0] for name in new})
     _check_architecture(model, new, section.name, new_head=new_head)
     _check_causal(model, section.name)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from ftcli.config.compatibility import check_pair
@@ -12,7 +15,9 @@ from ftcli.config.load import load_recipe
 from ftcli.config.profile import load_profile
 from ftcli.config.recipe import Recipe
 from ftcli.launch.preflight import check_bitsandbytes
+from ftcli.models.quantised_files import check_loaded, quantised_problems
 from ftcli.runtime.errors import InputError
+from ftcli.tiny_models import SIZES, build_tiny
 
 from ...support.recipes import minimal_values
 
@@ -77,3 +82,38 @@ def test_dtypes_of_four_bits_are_derived(key: str, hint: str, tmp_path: Path) ->
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(VALUES | {"model": model}))
     with pytest.raises(InputError, match=hint):
         load_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "section", "is_refused"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, None, True),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"load_in_4bit": True}, False),
+        ({"quant_method": "gptq", "bits": 4}, {"load_in_4bit": True}, True),
+        ({"quant_method": "mxfp4"}, None, False),  # transformers may convert it
+        (None, None, False),
+    ],
+)
+def test_check_inputs_of_a_model_with_quantised_files_names_the_method(
+    settings: Any, section: Any, is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    recipe = Recipe.model_validate(VALUES | {"model": {"name": str(tmp_path), "quantization": section}})
+    problems = [problem.what for problem in quantised_problems(recipe)]
+    method = (settings or {}).get("quant_method")
+    expected = f"model.name: the files of {tmp_path} have quantised weights ({method}), on which ftcli does not train"
+    assert problems == [expected] * is_refused
+
+
+def test_check_loaded_of_packed_weights_allows_those_of_the_recipe_only() -> None:
+    model: Any = build_tiny("LlamaForCausalLM", **SIZES, vocab_size=16)
+    plain = RECIPE.model_copy(update={"model": RECIPE.model.model_copy(update={"quantization": None})})
+    check_loaded(model, plain)
+    model.is_quantized = True  # as transformers says of 4 bits that are stored as floats
+    check_loaded(model, RECIPE)
+    with pytest.raises(InputError, match=r"the files of some/model have quantised weights"):
+        check_loaded(model, plain)
+    packed = torch.zeros(8, dtype=torch.uint8)
+    model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(InputError, match="quantised weights"):
+        check_loaded(model, RECIPE)

@@ -80,6 +80,7 @@ def test_encode_of_two_texts_equals_the_tokenizer_and_the_model_gets_both(model:
     [
         ("premise", "hypothesis", {}),
         ("sentence1", "sentence2", {}),
+        ("question", "answer", {}),
         ("a", "b", {"columns": {"text": "a", "text_pair": "b"}}),
     ],
 )

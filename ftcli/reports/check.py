@@ -162,7 +162,8 @@ def check(
     commits = {line.partition(" ")[0] + " at": line.partition(" ")[2] for line in resolved.lines()}
     facts |= {"optimizer": describe_optimizer(loaded)}
     plan, memory, short = _expect_passes(loaded, hardware, plan, cpu=cpu)
-    facts = describe_formats(loaded) | commits | facts | memory
+    formats = describe_formats(loaded) | (_describe_image_folders(loaded) if data else {})
+    facts = formats | commits | facts | memory
     notes += short
     notes += [*_exactness_notes(loaded, plan), *describe_dropped_rows(loaded, plan)]
     notes += [too_long] if too_long else []
@@ -182,6 +183,21 @@ def _survey(recipe: Path, overrides: Sequence[str]) -> Survey:
     from ftcli.reports.survey import survey_data
 
     return survey_data(recipe, overrides=overrides)
+
+
+def _describe_image_folders(recipe: Recipe) -> dict[str, str]:
+    """Return how the labels of each folder of images are read, and its files that are not used. Lists the folders."""
+    from ftcli.data.image_folders import list_images
+    from ftcli.data.paths import labels_of, local_path
+
+    found: dict[str, str] = {}
+    for split, sources in (("train", recipe.data.train_sources), ("eval", recipe.data.eval_sources)):
+        for source, label in zip(sources, labels_of(sources), strict=True):
+            path = local_path(source.path)
+            if path is not None and path.is_dir() and not recipe.data.streaming:
+                name = f"data.{split}" + (f" {label}" if len(sources) > 1 else "")
+                found[name] = f"{source.path}: {list_images(path).describe() or 'a folder per label'}"
+    return found
 
 
 def _describe_sizes(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str, Any], list[str]]:

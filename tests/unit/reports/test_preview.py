@@ -380,6 +380,9 @@ def test_images_are_shown_by_their_place_size_and_label(tmp_path: Path, write: W
     }
     assert preview.statistics["train"]["answers"] == {"cat": 2, "dog": 2}
     assert "tokens" not in preview.statistics["train"]
+    (tmp_path / "images" / "cat" / "0.txt").touch()
+    facts = ftcli.check(recipe, data=True, cpu=True).facts
+    assert facts["data.train"] == f"{tmp_path / 'images'}: a folder per label (not used: .txt files: 1)"
 
 
 def test_preview_data_is_a_public_function() -> None:

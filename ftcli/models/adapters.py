@@ -111,6 +111,8 @@ def add_adapter(
     try:
         with warnings.catch_warnings():  # peft applies these patterns to parameters of experts, but looks at modules
             warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
+            # `describe_cut_tie` says what happens to the two weights, and exports are right.
+            warnings.filterwarnings("ignore", message=r"Model has `tie_word_embeddings=True` and a tied layer")
             wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
     except (TypeError, ValueError) as error:
         raise refused(names, section, error) from error

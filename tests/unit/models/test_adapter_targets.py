@@ -11,7 +11,7 @@ import torch
 
 from ftcli.config.recipe import Recipe
 from ftcli.models.adapter_targets import describe_unadapted
-from ftcli.models.adapters import adapter_problems, add_adapter
+from ftcli.models.adapters import adapter_problems, add_adapter, describe_cut_tie
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny
 
@@ -192,6 +192,15 @@ def test_add_adapter_hides_the_warning_about_patterns_that_peft_applies() -> Non
     assert model.peft_config["default"].rank_pattern == {r".*\.gate_up_proj": 4}
     shapes = {name: p.shape[0] for name, p in model.named_parameters() if "layers.0" in name and "lora_A" in name}
     assert sorted(shapes.values()) == [4 * 2, 4 * 4]  # experts times rank
+
+
+@pytest.mark.filterwarnings("error:Model has `tie_word_embeddings")
+@pytest.mark.parametrize("section", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["lm_head"]}])
+def test_add_adapter_hides_the_warning_about_a_tie_that_the_log_describes(section: dict[str, Any]) -> None:
+    model = build_tiny(MODELS["llama"][0], **SIZES, tie_word_embeddings=True)
+    recipe = Recipe.model_validate(RECIPE | {"adapter": LORA | section})
+    (line,) = describe_cut_tie(add_adapter(model, recipe, keep=[], task_type="CAUSAL_LM"))
+    assert "they become two weights" in line
 
 
 @pytest.mark.parametrize("kind", ["phimoe", "llama4"])

@@ -54,6 +54,7 @@ class Architecture:
         learned_positions: Where the configuration has the number of positions; None if they are not learned.
         lacks_gate: Whether the feed-forward is not gated, so that it has two matrix products instead of three.
         norms_queries: Whether queries and keys pass norms.
+        norms_outputs: Whether the outputs of attention and of the feed-forward pass norms.
         ties_head: Whether the head is the table of embeddings, if the configuration leaves it open.
     """
 
@@ -67,6 +68,7 @@ class Architecture:
     learned_positions: LearnedPositions | None = None
     lacks_gate: bool = False
     norms_queries: bool = False
+    norms_outputs: bool = False
     ties_head: bool = False
 
 
@@ -107,6 +109,7 @@ ARCHITECTURES = {
         "soft-capping, windows in every second layer",
         compiles_layers=True,
         cast_norms=BEFORE_BOTH_OF_FOUR,
+        norms_outputs=True,
         liger_norm=GEMMA_NORM,
         head=SOFTCAP,
         ties_head=True,
@@ -115,6 +118,7 @@ ARCHITECTURES = {
         "windows, two rotary bases",
         compiles_layers=True,
         cast_norms=BEFORE_BOTH_OF_FOUR,
+        norms_outputs=True,
         liger_norm=GEMMA_NORM,
         head=SOFTCAP,
         norms_queries=True,

@@ -92,7 +92,8 @@ def estimate_memory(
         layer = shape.hidden * (2 * shape.attention + 2 * shape.keys + 3 * shape.inner)
         gathered_bytes = 2 if uses["rounded weights"] else weight_bytes
         uses["gathered"] = 3 * gathered_bytes * layer + weight_bytes * shape.vocabulary * shape.hidden
-    how: dict[str, bool] = {"fused": fused or compiled, "adapter": has_frozen_16_bit_weights(recipe)}
+    how: dict[str, Any] = {"fused": fused or compiled, "adapter": has_frozen_16_bit_weights(recipe)}
+    how["rank"] = 0 if recipe.adapter.type == "none" else recipe.adapter.r
     current = shape.activation_bytes(recipe.precision, "none", **how)  # the layer that is computing
     if mode == "full" or (compiled and how["adapter"]):  # it is recomputed as a whole before its gradients are computed
         current += shape.gradient_bytes(recipe.precision)

@@ -23,6 +23,7 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2, "fp8": 2}
 # Bytes per hidden feature that a layer stores for norms, residuals and inputs of matrix products. Attention and the
 # feed-forward products are counted separately. The numbers come from live storages of Llama, Qwen 3 and GPT-2.
 RESIDUAL_BYTES = {"fp32": 24, "bf16": 26, "fp16": 26, "bf16_pure": 16, "fp8": 26}
+AUTOCAST = ("bf16", "fp16")  # precisions in which the output of a norm may be cast for each product that reads it
 # The same for a layer that is compiled or has Liger's kernels: it stores inputs of norms and of products only. In fp8
 # the inputs of products are stored in 8 bits.
 FUSED_BYTES = {"fp32": 16, "bf16": 12, "fp16": 12, "bf16_pure": 8, "fp8": 9}
@@ -32,6 +33,8 @@ UNGATED_BYTES = {"fp32": 20, "bf16": 16, "fp16": 16, "bf16_pure": 10, "fp8": 16}
 # The same above frozen 16-bit weights. The residual stream then has 16 bits. Compiled layers with an adapter recompute
 # the outputs of norms and the gated product (models/kernels/compile.py).
 ADAPTER_BYTES, ADAPTER_FUSED_BYTES, ADAPTER_COMPILED_BYTES = 12, 8, 4
+# A norm that is no fused kernel stores its input in float32, and its normalised values if its weight is trained.
+NORM_INPUT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Shape:
         has_experts: Whether the feed-forward consists of experts.
         has_gate: Whether the feed-forward is gated: three matrix products instead of two.
         norms_queries: Whether queries and keys pass norms.
+        spared_casts: Casts of norm outputs that are shared under autocast (models/kernels/norm_casts.py).
+        norms_outputs: Whether the outputs of attention and of the feed-forward pass norms, too.
         ties_head: Whether the head is the table of embeddings.
         stored_inner: Features of the feed-forward with all experts; None if there is one.
     """
@@ -69,6 +74,8 @@ class Shape:
     norms_queries: bool = False
     ties_head: bool = False
     stored_inner: int | None = None
+    spared_casts: int = 0
+    norms_outputs: bool = False
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape | None:
@@ -109,6 +116,9 @@ class Shape:
             has_experts=used is not None,
             has_gate=not row.lacks_gate,
             norms_queries=row.norms_queries,
+            # Queries, keys and values share one cast, the gate and the other input of the feed-forward another.
+            spared_casts=2 * bool(row.cast_norms) + (len(row.cast_norms) > 1),
+            norms_outputs=row.norms_outputs,
             ties_head=config.get("tie_word_embeddings", row.ties_head) is True,
             stored_inner=stored,
         )
@@ -144,7 +154,14 @@ class Shape:
         return self.layers * r * sum(a + b for a, b in sides)
 
     def activation_bytes(
-        self, precision: str, mode: str, *, fused: bool = False, compiled: bool = False, adapter: bool = False
+        self,
+        precision: str,
+        mode: str,
+        *,
+        fused: bool = False,
+        compiled: bool = False,
+        adapter: bool = False,
+        rank: int = 0,
     ) -> int:
         """Return the bytes of activations that one layer stores per token until its backward pass.
 
@@ -156,23 +173,44 @@ class Shape:
             fused: Whether the layer is compiled, or has Liger's norms and gate.
             compiled: Whether the layer is compiled and nothing else is recomputed.
             adapter: Whether the layer's own weights are frozen, in 16 bits.
+            rank: Features of a LoRA adapter; 0 without one.
         """
         size, residual = COMPUTE_BYTES[precision], 2 if precision == "bf16_pure" or adapter else 4
         if mode == "full":
             return residual * self.hidden
         attention = size * (2 * self.attention + 2 * self.keys) + 4 * self.heads  # q, result, k, v, sums
-        attention += size * (self.attention + self.keys) * self.norms_queries  # q and k before their norms
+        attention += size * rank * (7 if self.has_gate else 6)  # between the two matrices of each adapter
         products = size * self.inner  # one tensor of the feed-forward
-        if mode == "selective":
+        if mode == "selective":  # norms are computed again
             return residual * self.hidden + attention + size * 2 * self.hidden + (2 if self.has_gate else 1) * products
         if not self.has_gate:
             return UNGATED_BYTES[precision] * self.hidden + attention + 2 * products
+        is_fused = fused or compiled
+        attention += self._norm_bytes(size, is_fused=is_fused, adapter=adapter)
         if adapter and compiled:
             return ADAPTER_COMPILED_BYTES * self.hidden + attention + 2 * products
-        if fused or compiled:
+        if is_fused:
             bytes_by_feature = ADAPTER_FUSED_BYTES if adapter else FUSED_BYTES[precision]
             return bytes_by_feature * self.hidden + attention + (2 if precision == "fp8" else 3) * products
-        return (ADAPTER_BYTES if adapter else RESIDUAL_BYTES[precision]) * self.hidden + attention + 4 * products
+        bytes_by_feature = ADAPTER_BYTES if adapter else RESIDUAL_BYTES[precision]
+        if precision in AUTOCAST and not adapter:
+            bytes_by_feature -= size * self.spared_casts
+        return bytes_by_feature * self.hidden + attention + 4 * products
+
+    def _norm_bytes(self, size: int, *, is_fused: bool, adapter: bool) -> int:
+        """Return the bytes per token that norms of queries, of keys and of outputs store.
+
+        Args:
+            size: Bytes of a value in the precision of products.
+            is_fused: Whether each norm is one kernel, which stores its input and computes the rest again.
+            adapter: Whether the weights of norms are frozen.
+        """
+        features = (self.attention + self.keys) * self.norms_queries
+        groups = self.heads * features // self.attention  # each has a factor in float32
+        if is_fused:
+            return size * (features + 2 * self.hidden * self.norms_outputs) + 4 * groups
+        each = NORM_INPUT_BYTES + (0 if adapter else size)
+        return each * (features + 2 * self.hidden * self.norms_outputs) + 4 * groups
 
     def gradient_bytes(self, precision: str) -> int:
         """Return the bytes of gradients that one layer has per token in its backward pass, beside what it recomputed.

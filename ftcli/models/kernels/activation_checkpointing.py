@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # `selective` stores the results of matrix products and of attention. Other operations of a layer are cheap.
 MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
+# A product over so few features, with many times as many results, is computed as fast as its result is read. Such is
+# the second product of a LoRA layer, whose result is as large as that of the layer itself.
+FEW_FEATURES, TIMES = 128, 4
 ATTENTION_KERNELS = ("attention", "attn", "flash")  # parts of kernel names in torch and flash-attn
 SCHEMAS = declare(
     __name__,
@@ -70,10 +73,16 @@ def recompute_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) ->
     dropout masks would differ from those of the forward pass.
     """
     name = operation.name().rpartition("::")[2].partition(".")[0]
-    is_stored = name in MATRIX_PRODUCTS
+    is_stored = name in MATRIX_PRODUCTS and not _expands_few_features(args)
     if not is_stored and any(word in name for word in ATTENTION_KERNELS) and SCHEMAS.is_usable():
         schema = getattr(operation, "_schema", None)
         names = [] if schema is None else [argument.name for argument in schema.arguments]
         arguments = dict(zip(names, args, strict=False)) | kwargs
         is_stored = not any(value for key, value in arguments.items() if "dropout" in key)
     return CheckpointPolicy.MUST_SAVE if is_stored else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _expands_few_features(factors: tuple[Any, ...]) -> bool:
+    """Return whether the last factor of a product has few rows and many columns: it makes many features of few."""
+    shape = getattr(factors[-1], "shape", ()) if factors else ()
+    return len(shape) == 2 and shape[0] <= FEW_FEATURES and shape[1] > TIMES * shape[0]

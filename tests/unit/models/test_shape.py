@@ -58,6 +58,7 @@ def test_activation_bytes_of_layers_above_frozen_weights_equal_a_hand_count() ->
     how: dict[str, Any] = {"adapter": True}
     assert shape().activation_bytes("bf16", "full", **how) == 2 * 8, "the residual stream has 16 bits"
     assert shape().activation_bytes("bf16", "none", **how) == 12 * 8 + attention + 4 * products
+    assert shape().activation_bytes("bf16", "none", **how, rank=3) == 12 * 8 + attention + 4 * products + 7 * 2 * 3
     assert shape().activation_bytes("bf16", "none", fused=True, **how) == 8 * 8 + attention + 3 * products
     assert shape().activation_bytes("bf16", "none", compiled=True, **how) == 4 * 8 + attention + 2 * products
 
@@ -66,7 +67,12 @@ def test_activation_bytes_of_a_layer_without_a_gate_and_with_normed_queries() ->
     attention, products = 2 * (2 * 8 + 2 * 4) + 4 * 4, 2 * 20
     assert shape(model_type="bert").activation_bytes("bf16", "none") == 16 * 8 + attention + 2 * products
     normed = shape(model_type="qwen3").activation_bytes("bf16", "none", fused=True)
-    assert normed == 12 * 8 + attention + 2 * (8 + 4) + 3 * products
+    groups = 4 * (4 + 2)  # a factor for each head of queries and of keys
+    assert normed == 12 * 8 + attention + 2 * (8 + 4) + groups + 3 * products
+    plain = shape(model_type="qwen3").activation_bytes("bf16", "none")
+    assert plain == 20 * 8 + attention + (4 + 2) * (8 + 4) + groups + 4 * products, "the norm's input in float32"
+    four = shape(model_type="gemma2").activation_bytes("bf16", "none")
+    assert four == (20 + 2 * (4 + 2)) * 8 + attention + 4 * products, "the outputs pass norms, too"
 
 
 def test_activation_bytes_in_fp8_are_inputs_of_8_bits_without_the_gated_product() -> None:

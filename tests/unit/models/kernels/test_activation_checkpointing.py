@@ -12,10 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.models.kernels import activation_offloading
 from ftcli.models.kernels.activation_checkpointing import enable_recomputation, recompute_policy
 from ftcli.models.kernels.activation_offloading import offload_activations
+from ftcli.models.kernels.norm_casts import share_casts
 from ftcli.models.memory_estimate import MODES
 from ftcli.models.shape import Shape
 from ftcli.runtime.errors import InputError
@@ -91,6 +93,16 @@ def test_selective_policy_saves_products_and_attention_without_dropout() -> None
     assert recompute_policy(None, flash, q, q, q, dropout_p=0.1) == again
 
 
+def test_selective_policy_computes_the_second_product_of_an_adapter_again() -> None:
+    product, inputs = torch.ops.aten.mm.default, torch.empty(3, 16)
+    keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    for columns, expected in ((65, again), (64, keep)):
+        assert recompute_policy(None, product, inputs, torch.empty(16, columns)) == expected
+    assert recompute_policy(None, product, torch.empty(3, 256), torch.empty(256, 4096)) == keep
+    with_bias = torch.ops.aten.addmm.default
+    assert recompute_policy(None, with_bias, torch.empty(65), inputs, torch.empty(16, 65)) == again
+
+
 class Storages(TorchDispatchMode):
     """Record the storages that the operations of a block create, while references to them exist."""
 
@@ -107,30 +119,56 @@ class Storages(TorchDispatchMode):
         return result
 
 
-def held_after_forward(layers: int, precision: str, mode: str, tokens: int) -> int:
-    """Return the bytes saved for the backward pass, without weights and their casts."""
-    model = llama(0.0, num_hidden_layers=layers, hidden_size=64, intermediate_size=192, num_key_value_heads=2).train()
-    weights = list((model.bfloat16() if precision == "bf16_pure" else model).parameters())
+def held_after_forward(kind: str, layers: int, precision: str, mode: str, tokens: int, rank: int) -> tuple[int, Shape]:
+    """Return the bytes saved for the backward pass, without weights and their casts, and the shape of the model.
+
+    Above 0, `rank` is that of an adapter on all linear layers, which are frozen in 16 bits.
+    """
+    changes = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(kind, **SIZES | changes, head_dim=16)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    if precision == "bf16_pure" or rank:
+        model = model.bfloat16()
+    share_casts(model)
     enable_recomputation(model, mode)
+    if rank:
+        add_adapter(model, rank)
+    weights = list(model.parameters())
     with Storages() as storages, torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
         output = model.model(input_ids=torch.ones(2, tokens // 2, dtype=torch.long), use_cache=False)
     gc.collect()
     own = {StorageWeakRef(weight.untyped_storage()).cdata for weight in weights}
     saved_bytes = sum(size for key, (seen, size) in storages.made.items() if not seen.expired() and key not in own)
-    casts = sum(2 * w.numel() for name, w in model.model.named_parameters() if "proj" in name)
+    casts = sum(2 * w.numel() for name, w in model.model.named_parameters() if "proj" in name and w.requires_grad)
     assert output.last_hidden_state.requires_grad
-    return saved_bytes - casts * (precision == "bf16" and mode == "none")
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
-@pytest.mark.parametrize("mode", MODES)
-def test_selective_layer_saves_the_estimated_bytes(mode: str, precision: str) -> None:
-    tokens = 256
-    four, two = (held_after_forward(layers, precision, mode, tokens) for layers in (4, 2))
-    config = SIZES | {"hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2}
-    shape = Shape.of(config)
+    shape = Shape.of(config.to_dict())
     assert shape is not None
-    assert (four - two) / 2 / tokens == pytest.approx(shape.activation_bytes(precision, mode), rel=0.05)
+    return saved_bytes - casts * (precision == "bf16" and mode == "none"), shape
+
+
+def add_adapter(model: Any, rank: int) -> None:
+    """Put LoRA layers into a model, with inputs that are not cast, as ftcli has them under autocast."""
+    from peft import LoraConfig, get_peft_model
+
+    peft = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", lora_dropout=0.0))
+    for module in peft.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+
+
+CELLS = [
+    *((kind, precision, 0) for kind in ("llama", "qwen3") for precision in ("fp32", "bf16", "bf16_pure")),
+    *((kind, "bf16", 4) for kind in ("llama", "qwen3")),
+]
+
+
+@pytest.mark.parametrize(("kind", "precision", "rank"), CELLS)
+@pytest.mark.parametrize("mode", MODES)
+def test_selective_layer_saves_the_estimated_bytes(mode: str, kind: str, precision: str, rank: int) -> None:
+    tokens = 256
+    (four, shape), (two, _) = (held_after_forward(kind, layers, precision, mode, tokens, rank) for layers in (4, 2))
+    estimate = shape.activation_bytes(precision, mode, adapter=rank > 0, rank=rank)
+    assert (four - two) / 2 / tokens == pytest.approx(estimate, rel=0.03)
 
 
 def test_offload_activations_moves_large_values_but_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,14 @@ def set_batch_norm(model: nn.Module, mode: str) -> list[str]:
 
     Returns:
         One line for the log, or none for a model without batch normalisation.
+
+    Raises:
+        InputError: The statistics of a model without batch normalisation are to be trained.
     """
     norms = [(name, module) for name, module in model.named_modules() if isinstance(module, KINDS)]
+    if mode != "frozen" and not norms:
+        message = f"model.batch_norm: {mode} has no effect: the model has no batch normalisation"
+        raise InputError(message, hint="delete it")
     for name, module in norms:
         if mode == "frozen":
             module.eval()

@@ -155,12 +155,12 @@ class Task:
         least = round(self.options.image_size * SMALLEST)
         problem = ""
         if min(width, height) < least:
-            problem = f"a face for task_options.image_size {self.options.image_size} needs {least} on each side"
+            problem = f"; a face for task_options.image_size {self.options.image_size} needs {least} on each side"
         elif max(width, height) > LONGEST * min(width, height):
-            problem = "which is no cut-out of a face: crop the picture to the face"
+            problem = ", which is no cut-out of a face: crop the picture to the face"
         if problem:
             name = "the image" if path is None else f"{path}: the image"
-            raise RowError(f"{name} has {width} x {height} pixels; {problem}")
+            raise RowError(f"{name} has {width} x {height} pixels{problem}")
 
     def describe_row(self, row: Row, facts: dict[str, Any]) -> tuple[list[Span], dict[str, str]]:
         """Return no text, and path, size and person of the image."""

@@ -15,6 +15,7 @@ from ..support.runner import MakeInputs
 
 STEPS = 20
 MICRO_SIZES = (1, 2, 4, "auto")
+IMAGE_MICRO_SIZES = (1, 4)
 WORLDS = [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("zero2", 2), ("zero2", 3), ("zero3", 2), ("zero3", 3)]
 ROWS = range(1, 18)
 ACCUMULATIONS = (1, 2, 8, "auto")
@@ -50,23 +51,46 @@ def long_curves(folder: Path) -> dict[str, list[dict[str, Any]]]:
         )
         for micro in MICRO_SIZES
     }
-    return faces | {
-        f"micro {micro}, drop_last {drop_last}": curve(
-            cell(
-                folder,
-                "sft-tied",
-                batch={"global_size": 12, "micro_size": micro},
-                train={"max_steps": STEPS},
-                data={
-                    "train": {"path": str(folder / "chats.jsonl")},
-                    "eval_rows": 5,
-                    "max_length": 128,
-                    "drop_last": drop_last,
-                },
+    return (
+        faces
+        | image_curves(folder)
+        | {
+            f"micro {micro}, drop_last {drop_last}": curve(
+                cell(
+                    folder,
+                    "sft-tied",
+                    batch={"global_size": 12, "micro_size": micro},
+                    train={"max_steps": STEPS},
+                    data={
+                        "train": {"path": str(folder / "chats.jsonl")},
+                        "eval_rows": 5,
+                        "max_length": 128,
+                        "drop_last": drop_last,
+                    },
+                )
             )
+            for micro in MICRO_SIZES
+            for drop_last in (True, False)
+        }
+    )
+
+
+def image_curves(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return some steps of image models. Trained batch norm has equal statistics for equal rows in a forward pass.
+
+    A forward pass is that of all processes under `sync`, and that of one process under `train`. They train for four
+    steps: in the sixth, rounding grows a hundredfold, also where only the order of a sum of gradients differs.
+    """
+    import os
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = [(name, micro, micro, 8) for name in ("resnet", "vit-mixed") for micro in IMAGE_MICRO_SIZES]
+    sizes += [("resnet-sync", rows, rows // world, 4) for rows in (6, 12)] + [("resnet-train", 2, 2, 4)]
+    return {
+        f"{name}, {rows} rows": curve(
+            cell(folder, name, batch={"global_size": 12, "micro_size": micro}, train={"max_steps": steps})
         )
-        for micro in MICRO_SIZES
-        for drop_last in (True, False)
+        for name, rows, micro, steps in sizes
     }
 
 
@@ -118,6 +142,10 @@ def test_one_process_at_every_micro_size_gives_one_curve(long_single: dict[str, 
             assert_same(expected, long_single[f"micro {micro}, drop_last {drop_last}"])
     for micro in MICRO_SIZES:
         assert_same(long_single["faces, micro 1"], long_single[f"faces, micro {micro}"])
+    for name in ("resnet", "vit-mixed"):
+        assert_same(*(long_single[f"{name}, {rows} rows"] for rows in IMAGE_MICRO_SIZES))
+    with pytest.raises(AssertionError):  # other statistics
+        assert_same(long_single["resnet-sync, 6 rows"], long_single["resnet-sync, 12 rows"])
 
 
 @pytest.mark.slow

@@ -41,7 +41,13 @@ def test_set_batch_norm_updates_statistics_unless_they_are_frozen(mode: str) -> 
 
 
 def test_set_batch_norm_of_a_model_without_it_logs_nothing() -> None:
-    assert set_batch_norm(nn.Linear(2, 2), "train") == []
+    assert set_batch_norm(nn.Linear(2, 2), "frozen") == []
+
+
+@pytest.mark.parametrize("mode", ["train", "sync"])
+def test_set_batch_norm_of_a_model_without_it_is_refused_unless_frozen(mode: str) -> None:
+    with pytest.raises(InputError, match=f"(?s)model.batch_norm: {mode} has no effect: .*delete it"):
+        set_batch_norm(nn.Linear(2, 2), mode)
 
 
 @pytest.mark.parametrize("mode", ["train", "sync"])

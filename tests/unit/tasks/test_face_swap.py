@@ -218,7 +218,11 @@ def prepared(folder: Path, inputs: Path, faces: dict[str, tuple[int, int]], labe
 GOOD = {"a.png": (16, 16), "b.png": (30, 16)}
 WRONG_FACES = {
     "too small": ({"c.png": (7, 30)}, {}, r"row 3 of .*/c.png: the image has 7 x 30 pixels; a face .* needs 8 on each"),
-    "a banner": ({"c.png": (80, 20)}, {}, r"row 3 of .*/c.png: the image has 80 x 20 pixels; .*crop the picture"),
+    "a banner": (
+        {"c.png": (80, 20)},
+        {},
+        r"row 3 of .*/c.png: the image has 80 x 20 pixels, which .*crop the picture",
+    ),
     "no label": ({"c.png": (16, 16)}, {"c.png": " "}, r"row 3 of .*: has no label, which names the person"),
     "one person": ({}, {"a.png": "x", "b.png": "x"}, "all 2 faces are of one person, x.*give each person a folder"),
 }

@@ -41,7 +41,7 @@ NAMES = [
     "sft-tied",
     "text-lora",
     "mobilenet",
-    *(pytest.param(n, marks=pytest.mark.slow) for n in ("sft-untied", "sft-lora")),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("sft-untied", "sft-lora", "resnet-sync", "vit-mixed")),
 ]
 # Each is trained and exported by a process of its own.
 SOME_FAST = [

@@ -22,7 +22,7 @@ from ftcli.testing import run_on_cpu
 
 from ...support.cells import SAVED_AT, cell, resume_cell, save_and_resume, save_cell
 
-NAMES = ["sft-tied", "sft-lora", "resnet", "faces"]
+NAMES = ["sft-tied", "sft-lora", "resnet", "vit-mixed", "faces"]
 STEPS = 8  # three after the checkpoint; the second of these begins an epoch
 EIGHT = {"train": {"max_steps": STEPS}}
 PROFILES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2, "zero3": 2}

@@ -104,7 +104,7 @@ def routers_of(model: nn.Module) -> list[str]:
 
 def check_routers(names: Names, section: Adapter) -> None:
     """Raise `InputError` if `target_modules` names a linear layer that peft cannot adapt; all-linear leaves it out."""
-    if named := [name for name in names.routers if _is_named(section, name)]:
+    if named := [name for name in names.routers if is_named(section, name)]:
         raise InputError(
             f"adapter.target_modules: {_listed(named)} cannot have an adapter, because the output of a "
             f"{names.modules[named[0]]} is not the product of its input and its weight",
@@ -132,7 +132,7 @@ def refused(names: Names, section: Adapter, error: Exception) -> InputError:
             f"{_first_expert(names.parameters)}, which adapter.target_modules names",
             hint=f"remove {' and '.join(keys)}, or list modules without experts in adapter.target_modules",
         )
-    named = [name for name in names.modules if _is_named(section, name)]
+    named = [name for name in names.modules if is_named(section, name)]
     whole = [name for name in named if names.modules[name] not in WITH_WEIGHT]
     if "not supported" in str(error) and whole:
         parts = [part.removeprefix(f"{whole[0]}.") for part in [*names.modules, *names.parameters]]
@@ -143,11 +143,16 @@ def refused(names: Names, section: Adapter, error: Exception) -> InputError:
             hint=f"name its linear layers or parameters: {_listed(inside)}" if inside else "leave it out",
         )
     if "rainable_token" in str(error) or "TrainableTokens" in str(error):
-        return InputError(
-            "adapter.target_modules names the embeddings or the head, and model.new_tokens trains the new rows of both",
-            hint="remove them from adapter.target_modules, or train them whole: name them in adapter.modules_to_save",
-        )
+        return adapted_rows_error()
     return InputError(f"adapter.target_modules: {shortened(str(error), 300)}")
+
+
+def adapted_rows_error() -> InputError:
+    """Return the error for an adapter on embeddings or a head whose new rows are trained beside it."""
+    return InputError(
+        "adapter.target_modules names the embeddings or the head, and model.new_tokens trains the new rows of both",
+        hint="remove them from adapter.target_modules, or train them whole: name them in adapter.modules_to_save",
+    )
 
 
 def check_adapted(names: Names, wrapped: Any, section: Adapter, excluded: str | None) -> None:
@@ -177,7 +182,7 @@ def check_adapted(names: Names, wrapped: Any, section: Adapter, excluded: str | 
     missing = [
         name
         for name, kind in names.modules.items()
-        if kind in WITH_WEIGHT and _is_named(section, name) and name not in adapted
+        if kind in WITH_WEIGHT and is_named(section, name) and name not in adapted
         if not (excluded and re.fullmatch(excluded, name))
     ]
     if missing and targets != ALL_LINEAR:
@@ -234,8 +239,13 @@ def _adapted(wrapped: Any) -> set[str]:
     return adapted
 
 
-def _is_named(section: Adapter, name: str) -> bool:
-    """Return whether `target_modules` matches a full name, by the rules of peft."""
+def is_named(section: Adapter, name: str) -> bool:
+    """Return whether `target_modules` matches a full name, by the rules of peft.
+
+    Args:
+        section: The adapter section of the recipe.
+        name: Full name of a module.
+    """
     targets = section.target_modules
     if isinstance(targets, str):
         return targets.lower() != ALL_LINEAR and re.fullmatch(targets, name) is not None

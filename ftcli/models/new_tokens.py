@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ftcli.models.adapter_targets import adapted_rows_error, is_named
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def new_token_rows(model: Any, recipe: Recipe) -> dict[str, list[int]]:
     Raises:
         InputError: The adapter saves only one of the tied embeddings and head whole. peft would train the new rows of
             the embeddings in a head that is saved, and save no new rows of a head that is not. Or it trains rows of a
-            head with a bias, which peft then leaves out of the logits.
+            head with a bias, which peft then leaves out of the logits. Or a tied head has an adapter, whose new rows
+            would not be those of the embeddings.
     """
     if not recipe.model.new_tokens:
         return {}
@@ -78,6 +80,10 @@ def new_token_rows(model: Any, recipe: Recipe) -> dict[str, list[int]]:
             "trains the new rows of both",
             hint=f"remove {whole[0]} from adapter.modules_to_save, or add {other} to it",
         )
+    # peft refuses an adapter on rows of tokens itself, except on a head that is tied to the embeddings.
+    left_out = tuple(f".{ending}" for ending in recipe.adapter.exclude_modules)
+    if any(is_named(recipe.adapter, name) and not f".{name}".endswith(left_out) for name in tied if rows):
+        raise adapted_rows_error()
     rows_in = [*rows, *(tied if rows else [])]
     biased = [name for name in rows_in if getattr(model.get_submodule(name), "bias", None) is not None]
     if biased:

@@ -216,6 +216,9 @@ def test_prepare_with_target_modules_without_a_match_names_them(key: str, inputs
     [
         ("untied", {"target_modules": ["q_proj", "embed_tokens"]}),
         ("untied", {"target_modules": ["q_proj", "lm_head"]}),
+        ("tied", {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("tied", {"target_modules": ["q_proj", "lm_head"]}),
+        ("tied", {"target_modules": r".*(q_proj|lm_head)"}),
         ("tied", {"modules_to_save": ["lm_head"]}),
         ("tied", {"modules_to_save": ["embed_tokens"]}),
     ],

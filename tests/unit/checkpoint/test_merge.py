@@ -66,6 +66,11 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "head": ("tied", {"target_modules": ["lm_head"]}, False),
     "embeddings and head": ("tied", {"target_modules": ["embed_tokens", "lm_head"]}, False),
     "new tokens": ("tied", {"new_tokens": ["<a>", "<b>"]}, True),
+    "new tokens beside both": (
+        "tied",
+        {"new_tokens": ["<a>", "<b>"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        False,
+    ),
     "new tokens beside a head": ("untied", {"new_tokens": ["<a>", "<b>"]}, False),
     "new tokens beside a saved head": ("phi", {"new_tokens": ["<a>", "<b>"], "modules_to_save": ["lm_head"]}, False),
 }

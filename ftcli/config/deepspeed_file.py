@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ftcli.config.yaml_document import read_document
-from ftcli.runtime.errors import InputError, Problem, nearest
+from ftcli.config.yaml_document import Document, read_document
+from ftcli.runtime.errors import InputError, Problem, nearest, shortened
 
 # Keys of a DeepSpeed file that describe hardware. All others are refused.
 JSON_KEYS = (
@@ -82,6 +82,10 @@ def drop_left_open(config: dict[str, Any]) -> None:
             del config[key]
 
 
+STAGES = (0, 1, 2, 3)
+DEVICES = ("none", "cpu", "nvme")  # of offloaded shards
+
+
 def drop_auto(section: dict[str, Any]) -> None:
     """Remove the values "auto" from a section of DeepSpeed's configuration, which Accelerate would replace.
 
@@ -122,6 +126,26 @@ def file_problems(file: str, where: str) -> Iterator[Problem]:
         yield Problem(message, document.where((key,)), hint)
     if "zero_optimization" not in document.values:
         yield Problem("zero_optimization is missing", document.where(()), "Accelerate needs its stage there")
+    else:
+        yield from _zero_problems(document.values["zero_optimization"], document)
+
+
+def _zero_problems(zero: Any, document: Document) -> Iterator[Problem]:
+    """Yield the problems of the section about shards: values that ftcli reads from it."""
+    key = "zero_optimization"
+    if not isinstance(zero, dict):
+        yield Problem(f"{key} must be a section", document.where((key,)), 'write {"stage": 2}, or another stage')
+        return
+    stage = zero.get("stage") or 0
+    if isinstance(stage, bool) or stage not in STAGES:
+        message = f"{key}.stage is {shortened(repr(stage))}, and must be 0, 1, 2 or 3"
+        yield Problem(message, document.where((key, "stage")), "write the number: the profile has to choose the stage")
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name) or {}
+        device = section.get("device", "none") if isinstance(section, dict) else None
+        if device not in DEVICES:
+            message = f"{key}.{name} must be a section with a device: {', '.join(DEVICES)}"
+            yield Problem(message, document.where((key, name)), 'write {"device": "cpu"}, or remove it')
 
 
 def _without_defaults(key: str, value: Any) -> Any:

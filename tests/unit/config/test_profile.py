@@ -428,6 +428,11 @@ def test_keys_of_fsdp_config_may_lack_their_prefix_as_accelerate_allows() -> Non
             {"zero_optimization": {}, "zero_optimisation": {}},
             "'zero_optimisation' is not one of the hardware keys",
         ),
+        ({"zero_optimization": "auto"}, "zero_optimization must be a section"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage is 'auto', and must be 0, 1, 2 or 3\n"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4, and must be 0, 1, 2 or 3\n"),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "zero_optimization.offload_param must be a section with a"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "auto"}}}, "zero_optimization.offload_optimizer must"),
         ({"steps_per_print": 1}, "zero_optimization is missing\n    Accelerate needs its stage there"),
     ],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftcli.models.memory_estimate import MODES, USABLE_FRACTION, estimate_modes, modes_to_try
+from ftcli.models.memory_estimate import MODES, USABLE_FRACTION, describe_estimate, estimate_modes, modes_to_try
 
 if TYPE_CHECKING:
     from ftcli.config.profile import ShardCounts
@@ -123,3 +123,31 @@ def choose_budget(
         if usable < longest:
             reason = "auto: the mode with the least memory, which may not fit either"
     return PassBudget(max(longest, cautious, min(usable, max(FULL_TOKENS, enough))), mode, reason)
+
+
+def describe_passes(
+    recipe: Recipe,
+    sizes: ModelSize,
+    shares: ShardCounts,
+    budget: PassBudget,
+    *,
+    tokens: int,
+    capacity: int | None,
+    fused: bool = False,
+    compiled: bool = False,
+) -> str:
+    """Return a line for the log with the memory of the largest pass, and what is recomputed for which reason.
+
+    Args:
+        recipe: The recipe of the run.
+        sizes: The size of the model.
+        shares: Over how many processes the profile shards weights, gradients and optimizer state.
+        budget: The result of `choose_budget`.
+        tokens: Tokens of the largest pass, with padding.
+        capacity: Memory of the smallest device in bytes; None without a device.
+        fused: As in `choose_budget`.
+        compiled: As in `choose_budget`.
+    """
+    estimates = estimate_modes(recipe, sizes, shares, tokens=tokens, fused=fused, compiled=compiled)
+    batch = f"at most {tokens} tokens in a forward pass" if sizes.shape else None
+    return describe_estimate(estimates[budget.mode], capacity, batch, budget.mode, budget.reason)

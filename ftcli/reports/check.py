@@ -289,6 +289,7 @@ def _expect_passes(
     from ftcli.data.cached_counts import cached_lengths
     from ftcli.data.paths import model_folder
     from ftcli.models.memory_estimate import choose_mode
+    from ftcli.models.pass_budget import describe_passes
     from ftcli.models.shape import measure_model
     from ftcli.runtime.devices import gpu_memory
 
@@ -305,7 +306,11 @@ def _expect_passes(
     if lengths and not recipe.data.packing:
         from ftcli.training.short_rows import expect_passes
 
-        plan, largest, notes = expect_passes(recipe, sizes, shares, plan, lengths, capacity)
+        expected = expect_passes(recipe, sizes, shares, plan, lengths, capacity, **how)
+        plan, largest, notes = expected.plan, expected.tokens, expected.notes
+        if expected.budget is not None:
+            line = describe_passes(recipe, sizes, shares, expected.budget, tokens=largest, capacity=capacity, **how)
+            return plan, {"memory": line.removeprefix("memory ")}, notes
     _, line = choose_mode(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, largest=largest, **how)
     return plan, {"memory": line.removeprefix("memory ")}, notes
 

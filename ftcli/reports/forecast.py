@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftcli.config.compatibility import check_pair
 from ftcli.config.plan import Plan, derive_batches, derive_plan
@@ -14,6 +14,7 @@ from ftcli.models.memory_estimate import (
     USABLE_FRACTION,
     MemoryEstimate,
     estimate_memory,
+    estimate_modes,
     has_fresh_gradients,
     modes_to_try,
 )
@@ -23,7 +24,7 @@ from ftcli.models.step_work import Kernels, Rows
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
-    from ftcli.config.profile import Profile
+    from ftcli.config.profile import Profile, ShardCounts
     from ftcli.config.recipe import Recipe
     from ftcli.models.shape import ModelSize
     from ftcli.runtime.gpus import GPU
@@ -55,6 +56,7 @@ class Target:
         rows: Training rows of an epoch; None if not known.
         lengths: Lengths of the rows.
         longest: Tokens of the longest row.
+        typical: Tokens of some rows that stand for all, ascending; empty if they are not known or rows are packed.
         gpu: The GPU with its rates; None if they are not known.
         capacity: Bytes of a GPU; None if not known.
         gpus: Number of GPUs.
@@ -69,6 +71,7 @@ class Target:
     gpu: GPU | None
     capacity: int | None
     gpus: int
+    typical: tuple[int, ...] = ()
 
     @property
     def usable(self) -> float | None:
@@ -155,6 +158,8 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     known = replace(known, plan=plan, tokens=plan.global_size * target.lengths.tokens)
     if target.size is None:
         return known
+    if recipe.batch.micro_size == "auto" and target.typical:
+        return replace(_by_tokens(profile, target, plan, shares), tokens=known.tokens)
     candidates = [_of_size(profile, target, plan, shares, micro) for micro in _micro_sizes(recipe, processes)]
     if recipe.batch.micro_size == "auto":  # the run chooses the mode for one row, and adds rows as long as they fit
         mode = next((one.mode for one in candidates[-1] if one.fits is not False), candidates[-1][-1].mode)
@@ -169,6 +174,44 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     return replace(chosen, faster=best) if chosen.fits and is_faster else chosen
 
 
+def _by_tokens(profile: Profile, target: Target, plan: Plan, shares: ShardCounts) -> Forecast:
+    """Return the forecast of a run whose rows are divided by their tokens, as the run divides them."""
+    from ftcli.training.short_rows import expect_passes  # imports numpy
+
+    recipe, size = target.recipe, target.size
+    assert size is not None
+    compiled = _compiles(profile, target, plan, "none")
+    how = {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
+    expected = expect_passes(recipe, size, shares, plan, list(target.typical), target.capacity, **how)
+    passes, budget = expected.plan.passes, expected.budget
+    assert passes is not None and budget is not None
+    memory = estimate_modes(recipe, size, shares, tokens=expected.tokens, **how)[budget.mode]
+    compiled = _compiles(profile, target, plan, budget.mode)
+    # The time is that of equal passes: at least as many as there are on average.
+    rows = plan.global_size // plan.processes
+    count = next(count for count in range(1, rows + 1) if rows % count == 0 and count >= min(passes.mean, rows))
+    equal = replace(plan, micro_size=rows // count, accumulation=count)
+    return Forecast(
+        profile.name,
+        plan.processes,
+        plan=expected.plan,
+        memory=memory,
+        mode=budget.mode,
+        compiled=compiled,
+        fits=None if target.usable is None else memory.total <= target.usable,
+        time=_time(target, shares, equal, budget.mode, compiled),
+    )
+
+
+def _time(target: Target, shares: ShardCounts, plan: Plan, mode: str, compiled: bool) -> StepTime | None:
+    """Return the time of a step; None if the rates of the GPU or the model's shape are not known."""
+    recipe, size, gpu = target.recipe, target.size, target.gpu
+    if gpu is None or size is None or size.shape is None or recipe.precision not in gpu.products:
+        return None
+    kernels = Kernels(mode, compiled, _has_liger(target, compiled), _has_flash_attention_4(target))
+    return estimate_step(recipe, size, size.shape, shares, plan, target.lengths, kernels, gpu)
+
+
 def _seconds(one: Forecast) -> float:
     """Return the seconds of a step."""
     return 0.0 if one.time is None else one.time.total
@@ -181,7 +224,7 @@ def _micro_sizes(recipe: Recipe, processes: int) -> list[int]:
     return [size for size in range(most, 0, -1) if rows % size == 0]
 
 
-def _of_size(profile: Profile, target: Target, plan: Plan, shares: Any, micro: int) -> list[Forecast]:
+def _of_size(profile: Profile, target: Target, plan: Plan, shares: ShardCounts, micro: int) -> list[Forecast]:
     """Return a forecast for each recomputation mode that the recipe allows, for one micro size."""
     recipe, size = target.recipe, target.size
     assert size is not None
@@ -192,17 +235,14 @@ def _of_size(profile: Profile, target: Target, plan: Plan, shares: Any, micro: i
     can_compile = _compiles(profile, target, plan, "none")
     for mode in modes_to_try(recipe, can_recompute=True, compiled=can_compile)[0]:
         compiled = _compiles(profile, target, plan, mode)
-        kernels = Kernels(mode, compiled, _has_liger(target, compiled), _has_flash_attention_4(target))
         how = {
-            "fused": (compiled or kernels.liger) and mode != "selective",
+            "fused": (compiled or _has_liger(target, compiled)) and mode != "selective",
             "compiled": compiled,
             "fresh_gradients": has_fresh_gradients(shares, plan),
         }
         memory = estimate_memory(recipe, size, shares, rows=micro, tokens=tokens, mode=mode, **how)
         fits = None if target.usable is None else memory.total <= target.usable
-        time = None
-        if target.gpu is not None and size.shape is not None and recipe.precision in target.gpu.products:
-            time = estimate_step(recipe, size, size.shape, shares, plan, target.lengths, kernels, target.gpu)
+        time = _time(target, shares, plan, mode, compiled)
         forecasts.append(
             Forecast(
                 profile.name,

@@ -105,6 +105,7 @@ def plan(
     """
     from ftcli.config.load import find_recipe, load_recipe
     from ftcli.config.profile import list_profiles, load_profile
+    from ftcli.data.cached_counts import cached_lengths
 
     _check_numbers(gpus=gpus, memory=memory_gb, price=price)
     path = find_recipe(recipe)
@@ -121,7 +122,8 @@ def plan(
         missing.append(f"times: {device.name} has no {loaded.precision.removesuffix('_pure')} products")
     if any(profile.num_machines > 1 for profile in chosen):
         notes.append("the network between machines is not known: times are those of one machine's links")
-    target = Target(loaded, size, model_type, rows, lengths, longest, device, capacity, count)
+    typical = () if loaded.data.packing else tuple(cached_lengths(loaded))
+    target = Target(loaded, size, model_type, rows, lengths, longest, device, capacity, count, typical)
     forecasts = [forecast(profile, target) for profile in chosen]
     if any(one.plan is not None and one.plan.steps is None for one in forecasts):
         missing.append("hours: the number of rows is not known (ftcli tokenize RECIPE, or set train.max_steps)")
@@ -205,7 +207,7 @@ def _gpu_count(gpus: int | None, notes: list[str]) -> int:
 def _rows(recipe: Recipe, size: ModelSize | None, notes: list[str]) -> tuple[int | None, Rows, int]:
     """Return the number of training rows, their lengths and the tokens of the longest, if possible from the cache."""
     from ftcli.config.task_registry import task_class
-    from ftcli.data.cached_counts import cached_row_counts
+    from ftcli.data.cached_counts import cached_lengths, cached_row_counts
     from ftcli.tasks.protocol import properties_of
 
     longest = recipe.data.max_length * properties_of(task_class(recipe.task)).answers_per_row
@@ -220,6 +222,9 @@ def _rows(recipe: Recipe, size: ModelSize | None, notes: list[str]) -> tuple[int
     if rows and "documents" in counts:
         tokens = counts["tokens"]
         return rows, Rows(tokens / rows, LENGTH_SPREAD * tokens / counts["documents"]), longest
+    if rows and not recipe.data.packing and (typical := cached_lengths(recipe)):
+        total = sum(typical)
+        return rows, Rows(total / len(typical), sum(tokens**2 for tokens in typical) / total), longest
     if properties_of(task_class(recipe.task)).reads_text:
         kind = "packed rows are full, with one document each" if recipe.data.packing else "rows have the full length"
         notes.append(f"{kind}, until `ftcli tokenize RECIPE` prepared them")

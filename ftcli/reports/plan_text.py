@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.plan import pluralise
@@ -12,6 +13,7 @@ from ftcli.runtime.machine.facts import GB
 from ftcli.runtime.redaction import redact
 
 if TYPE_CHECKING:
+    from ftcli.config.plan import Plan
     from ftcli.reports.forecast import Forecast
     from ftcli.reports.plan import PlanReport
 
@@ -102,11 +104,20 @@ def _run_table(report: PlanReport, forecasts: Sequence[Forecast]) -> list[str]:
     for one in forecasts:
         assert one.plan is not None
         speed, hours, cost = one.tokens_per_second, one.hours, one.cost(report.price)
-        row = [one.profile, str(one.gpus), f"{one.plan.micro_size} x {one.plan.accumulation}", one.mode]
+        row = [one.profile, str(one.gpus), _division(one.plan), one.mode]
         row += ["-" if speed is None else f"{speed:,.0f}", "-" if one.plan.steps is None else f"{one.plan.steps:,}"]
         row += ["-" if hours is None else f"{hours:,.2f}" if hours >= 1 else f"{hours:.2g}"]
         rows.append(row + ["-" if cost is None else f"{cost:,.2f}"] * (report.price is not None))
     return _table(head, rows)
+
+
+def _division(plan: Plan) -> str:
+    """Return how the rows of a process are divided: `4 x 2` by number, `8 in 1 to 2 passes` by tokens."""
+    if plan.passes is None:
+        return f"{plan.micro_size} x {plan.accumulation}"
+    few, most = plan.passes.fewest, plan.passes.most
+    count = pluralise(most, "pass", "es") if few == most else f"{few} to {most} passes"
+    return f"{plan.global_size // plan.processes} in {count}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -225,6 +236,7 @@ def _profile(one: Forecast, report: PlanReport) -> dict[str, Any]:
         "verdict": verdict(one, report),
         "micro_size": None if plan is None or memory is None else plan.micro_size,
         "accumulation": None if plan is None or memory is None else plan.accumulation,
+        "passes": None if plan is None or plan.passes is None else asdict(plan.passes),
         "gradient_checkpointing": one.mode or None,
         "torch_compile": None if memory is None else one.compiled,
         "memory_bytes": None if memory is None else parts | {"total": memory.total},

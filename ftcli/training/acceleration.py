@@ -21,8 +21,8 @@ from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.float8 import multiply_in_float8
 from ftcli.models.kernels.liger import liger_problem, use_liger
 from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
-from ftcli.models.memory_estimate import choose_mode, describe_estimate, estimate_modes
-from ftcli.models.pass_budget import choose_budget, pass_costs
+from ftcli.models.memory_estimate import choose_mode
+from ftcli.models.pass_budget import choose_budget, describe_passes, pass_costs
 from ftcli.models.shape import ModelSize, Shape
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.errors import InputError
@@ -242,9 +242,7 @@ def _choose_passes(
     )
     counts = count_passes_of_run(recipe, plan, data.rows, rule)
     kernels = {"fused": how["fused"], "compiled": how["compiled"]}
-    estimate = estimate_modes(recipe, sizes, shares, tokens=counts.tokens, **kernels)[budget.mode]
-    batch = f"at most {counts.tokens} tokens in a forward pass" if shape else None
-    line = describe_estimate(estimate, capacity, batch, budget.mode, budget.reason)
+    line = describe_passes(recipe, sizes, shares, budget, tokens=counts.tokens, capacity=capacity, **kernels)
     notes = note_of_run(recipe, plan, data.rows, rule, shape, device_type)
     return Recomputation(budget.mode, line, rule, counts, tuple(notes))
 

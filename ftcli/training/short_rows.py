@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
     from ftcli.data.cache import PreparedRows
+    from ftcli.models.pass_budget import PassBudget
     from ftcli.models.shape import ModelSize, Shape
 
 
@@ -82,10 +83,36 @@ def note_of_run(
     return packing_note(recipe, float(rule.sizes.tokens.mean()), steps, rule, shape, device)
 
 
+class ExpectedPasses(NamedTuple):
+    """The passes that a run will make.
+
+    Attributes:
+        plan: The plan, with passes under `batch.micro_size: auto`.
+        tokens: Tokens of the largest pass.
+        notes: The line of `packing_note`.
+        budget: How many tokens a pass may have, and what is recomputed; None if rows are divided by number.
+    """
+
+    plan: Plan
+    tokens: int
+    notes: list[str]
+    budget: PassBudget | None
+
+
 def expect_passes(
-    recipe: Recipe, sizes: ModelSize, shares: ShardCounts, plan: Plan, lengths: list[int], capacity: int | None
-) -> tuple[Plan, int, list[str]]:
-    """Return the plan with the passes that a run will make, from typical lengths of its rows, without the rows.
+    recipe: Recipe,
+    sizes: ModelSize,
+    shares: ShardCounts,
+    plan: Plan,
+    lengths: list[int],
+    capacity: int | None,
+    *,
+    fused: bool = False,
+    compiled: bool = False,
+) -> ExpectedPasses:
+    """Return the passes that a run will make, from typical lengths of its rows, without the rows.
+
+    `ftcli check` and `ftcli plan` use it.
 
     Args:
         recipe: The recipe.
@@ -94,10 +121,8 @@ def expect_passes(
         plan: The plan.
         lengths: Tokens of some rows that stand for all.
         capacity: Memory of a GPU in bytes; None without one.
-
-    Returns:
-        The plan, with passes under `batch.micro_size: auto`; the tokens of its largest pass; and the line of
-        `packing_note`.
+        fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
+        compiled: Whether the layers are compiled in the modes none and full.
     """
     draw = np.random.default_rng(0)
     tokens = draw.choice(np.array(lengths), STEPS * plan.global_size)
@@ -110,14 +135,16 @@ def expect_passes(
     by_number = [one.reshape(-1, plan.micro_size).tolist() for one in steps]
     if recipe.batch.micro_size != "auto":
         largest = max(int(rows.of_batches(np.array(one), is_flat=is_flat).max()) for one in by_number)
-        return plan, largest, packing_note(recipe, float(tokens.mean()), by_number, rule, sizes.shape, device)
+        note = packing_note(recipe, float(tokens.mean()), by_number, rule, sizes.shape, device)
+        return ExpectedPasses(plan, largest, note, None)
     share = -(-of_step // plan.processes)
-    budget = choose_budget(recipe, sizes, shares, longest=lengths[-1], of_step=share, capacity=capacity)
+    how: dict[str, Any] = {"capacity": capacity, "fused": fused, "compiled": compiled}
+    budget = choose_budget(recipe, sizes, shares, longest=lengths[-1], of_step=share, **how)
     rule = replace(rule, budget=budget.tokens)
     divided = [rule.divide(one.tolist()) for one in steps]
     counts = count_passes(divided, rule)
     note = packing_note(recipe, float(tokens.mean()), divided, rule, sizes.shape, device)
-    return replace(plan, passes=counts), counts.tokens, note
+    return ExpectedPasses(replace(plan, passes=counts), counts.tokens, note, budget)
 
 
 def _is_flat(recipe: Recipe, device: str) -> bool:

@@ -6,6 +6,7 @@ memory_estimate.py selects the mode.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def recompute_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) ->
     return CheckpointPolicy.MUST_SAVE if is_stored else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _expands_few_features(factors: tuple[Any, ...]) -> bool:
+def _expands_few_features(factors: Sequence[Any]) -> bool:
     """Return whether the last factor of a product has few rows and many columns: it makes many features of few."""
-    shape = getattr(factors[-1], "shape", ()) if factors else ()
+    shape: Any = getattr(factors[-1], "shape", ()) if factors else ()
     return len(shape) == 2 and shape[0] <= FEW_FEATURES and shape[1] > TIMES * shape[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,17 @@ import yaml
 
 import ftcli
 from ftcli.__main__ import main
-from ftcli.models.shape import Shape
+from ftcli.config.load import load_recipe
+from ftcli.config.profile import ShardCounts, load_profile
+from ftcli.data.cached_counts import counts_file
+from ftcli.models.shape import Shape, size_of_shape
 from ftcli.models.step_work import Rows
+from ftcli.reports.forecast import Target, forecast
 from ftcli.reports.plan import PlanReport
+from ftcli.reports.plan_text import _run_table
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.gpus import measured_speeds_path
+from ftcli.runtime.gpus import find_gpu, measured_speeds_path
+from ftcli.training.short_rows import expect_passes
 
 LLAMA = {
     "model_type": "llama",
@@ -110,6 +117,38 @@ def test_plan_with_micro_size_auto_takes_the_most_rows_of_the_mode_for_one_row(r
     )
     assert (large.mode, large.plan.micro_size) == ("none", 16)
     assert small.mode == "none" and small.plan.micro_size < 16 and small.fits
+
+
+def test_plan_with_micro_size_auto_divides_known_rows_as_the_run_does(recipe: Path) -> None:
+    changes = ["batch.micro_size=auto", "data.packing=false", "task=sft", "batch.global_size=8"]
+    loaded = load_recipe(recipe, changes)
+    size, single = size_of_shape(Shape.of(LLAMA), loaded), load_profile("single")
+    lengths = [*[300] * 60, *[4000] * 4]
+    known = Rows(sum(lengths) / 64, 300.0, 0.7)
+    target = Target(loaded, size, "llama", 1000, known, 4000, find_gpu("H100"), 80 * 10**9, 1)
+    by_rows, by_tokens = forecast(single, target), forecast(single, replace(target, typical=tuple(lengths)))
+    passes = expect_passes(loaded, size, ShardCounts(), by_rows.plan, lengths, 80 * 10**9, fused=True).plan.passes
+    assert by_rows.plan.passes is None and by_tokens.plan.passes == passes and passes.tokens < 8 * 4000
+    assert by_tokens.memory.total < by_rows.memory.total and by_tokens.mode == "none" and by_tokens.fits
+    assert by_tokens.time.total > 0 and by_tokens.tokens == by_rows.tokens
+    (line,) = _run_table(PlanReport("x", target, [by_tokens]), [by_tokens])[1:]
+    assert "8 in " in line and "pass" in line
+
+
+def test_plan_of_prepared_short_rows_has_their_lengths(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = ["batch.micro_size=auto", "data.packing=false", "task=sft", f"data.train={recipe.parent / 'short.jsonl'}"]
+    (recipe.parent / "short.jsonl").write_text("{}\n")
+    before = planned(recipe, overrides=changes)
+    record = {"key": "none", "rows": {"train": 1000, "eval": 0}, "lengths": [100] * 30 + [400] * 10}
+    file = counts_file(load_recipe(recipe, changes))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record))
+    after = planned(recipe, overrides=changes)
+    assert before.target.lengths.tokens == 4096 and "rows have the full length" in " ".join(before.notes)
+    assert after.target.lengths == Rows(175.0, (30 * 100**2 + 10 * 400**2) / 7000) and len(after.notes) < len(
+        before.notes
+    )
+    assert after.forecasts[0].plan.passes is not None and after.forecasts[0].tokens == 16 * 175
 
 
 def test_plan_hints_at_a_smaller_micro_size_that_recomputes_less(recipe: Path) -> None:
@@ -291,7 +330,8 @@ def test_plan_json_has_the_documented_keys(recipe: Path, capsys: pytest.CaptureF
     ]  # fmt: skip
     ddp = values["profiles"][0]
     assert list(ddp) == [
-        "profile", "gpus", "fits", "verdict", "micro_size", "accumulation", "gradient_checkpointing", "torch_compile",
+        "profile", "gpus", "fits", "verdict", "micro_size", "accumulation", "passes", "gradient_checkpointing",
+        "torch_compile",
         "memory_bytes", "step_seconds", "tokens_per_second", "steps", "hours", "cost",
     ]  # fmt: skip
     assert ddp["memory_bytes"]["total"] == sum(v for k, v in ddp["memory_bytes"].items() if k != "total")

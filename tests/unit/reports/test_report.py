@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -78,6 +79,13 @@ def test_write_report_of_one_run_is_in_its_folder_and_small(tmp_path: Path) -> N
     assert path == run / "report.html" and path.stat().st_size < 2_000_000
     text = Elements(path.read_text(encoding="utf-8")).text
     assert "Differences" not in text and "learning_rate: 0.03" in text and "Environment of run" in text
+
+
+def test_write_report_of_a_run_with_keep_best_names_the_best_checkpoint_and_its_export(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(FOLDERS / "sft", tmp_path / "run"))
+    text = Elements(ftcli.write_report(run).read_text(encoding="utf-8")).text
+    assert "Best checkpoint of run: step 3 has the smallest loss of the saved checkpoints" in text
+    assert f"`ftcli export {run / 'checkpoints' / 'step-000003'} FOLDER` exports it" in text
 
 
 def test_write_report_replaces_a_link_in_the_run_folder_and_does_not_follow_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.runtime.load_findings import crowded_cores, hosts_running_out, idle_gpus, throttled_gpus
+from ftcli.runtime.load_findings import crowded_cores, find_all, hosts_running_out, idle_gpus, throttled_gpus
 from ftcli.runtime.machine.load import (
     GPU_TEMPERATURE,
     GPU_UTILISATION,
@@ -91,7 +91,9 @@ def waiting(rank: int, percent: float, samples: int = STEPS, machine: str = "nod
 
 
 def test_crowded_cores_of_processes_with_less_than_half_of_their_time_names_each_machine_once() -> None:
-    found = list(crowded_cores({0: waiting(0, 51), 1: waiting(1, 64), 2: waiting(2, 90, machine="node-b")}))
+    recent = {0: waiting(0, 51), 1: waiting(1, 64), 2: waiting(2, 90, machine="node-b")}
+    found = list(crowded_cores(recent))
+    assert found == [each for each in find_all(recent) if each.kind == "crowded cores"]
     assert [(each.kind, each.subject) for each in found] == [
         ("crowded cores", "machine node-a"),
         ("crowded cores", "machine node-b"),

@@ -1,6 +1,6 @@
 """Compare image classification with transformers' Trainer: final accuracy, and steps per second as a ratio.
 
-    python benchmarks/image_trainer.py [--seeds 3] [--epochs 4]
+    python benchmarks/image_trainer.py [--models resnet vit] [--seeds 3] [--epochs 4]
 
 Both programs train the same model folder (random weights, one seed) on the same images (digits of scikit-learn,
 asset:digits) with the same image processor, optimizer, schedule, batch size, precision and one thread, without
@@ -41,6 +41,7 @@ def main() -> None:
     """Train all runs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one run, as JSON
     parsed = parser.parse_args()
@@ -49,7 +50,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         inputs = make_inputs(Path(folder))
-        for kind in MODELS:
+        for kind in parsed.models:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in PROGRAMS}
             for seed in range(parsed.seeds):
                 for program in PROGRAMS if seed % 2 == 0 else reversed(PROGRAMS):
@@ -111,7 +112,7 @@ def train_with_ftcli(model: str, digits: Path, optimizer: dict[str, Any], seed: 
             "task": "image_classification",
             "seed": seed,
             "task_options": {"label_smoothing": SMOOTHING},
-            "model": {"name": model, "dropout": 0, "batch_norm": "train"},
+            "model": {"name": model, "dropout": 0, "batch_norm": "train" if optimizer is SGD else "frozen"},
             "data": {"train": str(digits / "train"), "eval": str(digits / "test")},
             "batch": {"global_size": ROWS, "micro_size": ROWS},
             "train": {"epochs": epochs},

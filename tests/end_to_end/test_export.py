@@ -37,16 +37,11 @@ CLASSES = {
     "text_classification": "AutoModelForSequenceClassification",
     "image_classification": "AutoModelForImageClassification",
 }
-NAMES = [
-    "sft-tied",
-    "text-lora",
-    "mobilenet",
-    *(pytest.param(n, marks=pytest.mark.slow) for n in ("sft-untied", "sft-lora", "resnet-sync", "vit-mixed")),
-]
 # Each is trained and exported by a process of its own.
 SOME_FAST = [
     "sft-tied",
     *(pytest.param(n, marks=pytest.mark.slow) for n in ("sft-untied", "sft-lora", "text-lora", "mobilenet")),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet-sync", "vit-mixed")),
 ]
 Ftcli = Callable[..., tuple[int, str]]
 

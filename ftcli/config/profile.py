@@ -158,6 +158,8 @@ def load_profile(name: str | Path) -> Profile:
     Raises:
         InputError: The file does not exist or is not a valid profile. The error holds all problems.
     """
+    if not str(name):
+        raise InputError("the name of a profile is empty", hint="`ftcli show profiles` lists the profiles")
     path = find_file(user_path(name, "--profile"), KIND, "profile")
     source = read_document(path)
     document = _with_prefixes(replace(source, values=copy.deepcopy(source.values)))

@@ -222,7 +222,9 @@ class RunFolder:
             numbers = [number for number, _, row in read_rows(path) if row is None]
             if numbers:
                 places = ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
-                lines.append(f"{path.name}:{places} is not a complete row and is not read; a resumed run moves it away")
+                one = f"{path.name}:{places} is not a complete row and is not read; a resumed run moves it away"
+                more = f"{path.name}: lines {places} are not complete rows and are not read; a resumed run moves them away"
+                lines.append(one if len(numbers) == 1 else more)
         return lines
 
     def origin(self) -> str:

@@ -320,7 +320,7 @@ def test_plan_text_fits_into_100_columns(recipe: Path) -> None:
 
 
 def test_plan_json_has_the_documented_keys(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", str(recipe), "--profiles", "ddp,fsdp", "--gpus", "4", "--gpu", "H200", "--price", "2", "--json"]
+    command = ["plan", str(recipe), "--profiles", "ddp,fsdp,ddp", "--gpus", "4", "--gpu", "H200", "--price", "2", "--json"]
     with pytest.raises(SystemExit) as exit_:
         main(command)
     values = json.loads(capsys.readouterr().out)
@@ -328,6 +328,7 @@ def test_plan_json_has_the_documented_keys(recipe: Path, capsys: pytest.CaptureF
     assert list(values) == [
         "recipe", "gpus", "gpu", "memory_bytes", "usable_bytes", "profiles", "fastest", "hints", "missing", "notes",
     ]  # fmt: skip
+    assert [plan["profile"] for plan in values["profiles"]] == ["ddp", "fsdp"]
     ddp = values["profiles"][0]
     assert list(ddp) == [
         "profile", "gpus", "fits", "verdict", "micro_size", "accumulation", "passes", "gradient_checkpointing",
@@ -342,6 +343,7 @@ def test_plan_json_has_the_documented_keys(recipe: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--profiles", ""], "the name of a profile is empty"),
         (["--profiles", "nothing"], "'nothing' is neither a profile file nor the name of a shipped profile"),
         (["--gpu", "H10"], "did you mean 'H100'"),
         (["--set", "batch.micro_sizes=3"], "micro_size"),

@@ -223,7 +223,7 @@ class RunFolder:
             if numbers:
                 places = ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
                 one = f"{path.name}:{places} is not a complete row and is not read; a resumed run moves it away"
-                more = f"{path.name}: lines {places} are not complete rows and are not read; a resumed run moves them away"
+                more = f"{path.name}: lines {places} are incomplete and are not read; a resumed run moves them away"
                 lines.append(one if len(numbers) == 1 else more)
         return lines
 

@@ -320,7 +320,7 @@ def test_plan_text_fits_into_100_columns(recipe: Path) -> None:
 
 
 def test_plan_json_has_the_documented_keys(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", str(recipe), "--profiles", "ddp,fsdp,ddp", "--gpus", "4", "--gpu", "H200", "--price", "2", "--json"]
+    command = ["plan", str(recipe), "--profiles", "ddp,fsdp,ddp", "--gpus", "4", "--gpu", "H200", "--price=2", "--json"]
     with pytest.raises(SystemExit) as exit_:
         main(command)
     values = json.loads(capsys.readouterr().out)

@@ -78,7 +78,7 @@ def test_metrics_with_a_torn_last_row_move_the_row_aside(torn: bytes, run: RunFo
 def test_metrics_with_two_incomplete_rows_have_a_line_that_names_both(run: RunFolder) -> None:
     with (run.path / "metrics.jsonl").open("ab") as file:
         file.write(b"{\n4\n")
-    assert "metrics.jsonl: lines 4, 5 are not complete rows and are not read; a resumed run moves them away" in run.torn()
+    assert "metrics.jsonl: lines 4, 5 are incomplete and are not read; a resumed run moves them away" in run.torn()
 
 
 def test_foreign_files_among_checkpoints_are_kept_and_reported(run: RunFolder) -> None:

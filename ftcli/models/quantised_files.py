@@ -23,8 +23,11 @@ def quantised_problems(recipe: Recipe) -> list[Problem]:
     Args:
         recipe: The recipe of the run.
     """
-    folder = model_folder(recipe.model.name)
-    settings = {} if folder is None else model_settings(folder).get("quantization_config")
+    try:
+        folder = model_folder(recipe.model.name)
+        settings = {} if folder is None else model_settings(folder).get("quantization_config")
+    except (InputError, ValueError, AttributeError):  # no folder, or no JSON object: the checks of its files say so
+        return []
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if not method or method in MAY_BE_CONVERTED or (method == "bitsandbytes" and recipe.model.quantization):
         return []

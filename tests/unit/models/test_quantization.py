@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 
 from ftcli.config.compatibility import check_pair
@@ -15,9 +16,10 @@ from ftcli.config.load import load_recipe
 from ftcli.config.profile import load_profile
 from ftcli.config.recipe import Recipe
 from ftcli.launch.preflight import check_bitsandbytes
+from ftcli.models.load import load_model
 from ftcli.models.quantised_files import check_loaded, quantised_problems
 from ftcli.runtime.errors import InputError
-from ftcli.tiny_models import SIZES, build_tiny
+from ftcli.tiny_models import SIZES, build_tiny, save_tiny_causal
 
 from ...support.recipes import minimal_values
 
@@ -117,3 +119,15 @@ def test_check_loaded_of_packed_weights_allows_those_of_the_recipe_only() -> Non
     model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
     with pytest.raises(InputError, match="quantised weights"):
         check_loaded(model, RECIPE)
+
+
+def test_load_model_that_transformers_loads_with_packed_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_causal(tmp_path)
+    plain = RECIPE.model.model_copy(update={"name": str(tmp_path), "quantization": None})
+    recipe = RECIPE.model_copy(update={"model": plain})
+    load_model("AutoModelForCausalLM", recipe, dtype=torch.float32, new_head=False)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "is_quantized", True, raising=False)  # no package for it is here
+    with pytest.raises(InputError, match=r"have quantised weights"):
+        load_model("AutoModelForCausalLM", recipe, dtype=torch.float32, new_head=False)

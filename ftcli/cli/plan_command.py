@@ -41,7 +41,7 @@ def plan(
 
     report = plan_run(
         recipe,
-        [] if profiles == "all" else list(dict.fromkeys(name.strip() for name in profiles.split(","))),
+        [] if profiles == "all" else [name.strip() for name in profiles.split(",")],
         gpus=gpus,
         gpu=gpu,
         memory_gb=memory,

@@ -110,19 +110,19 @@ def plan(
     _check_numbers(gpus=gpus, memory=memory_gb, price=price)
     path = find_recipe(recipe)
     loaded = load_recipe(path, overrides)
-    named = [load_profile(name) for name in profiles]
+    named = [load_profile(name) for name in dict.fromkeys(profiles)]
     chosen: list[Profile] = named or [profile for profile in list_profiles() if profile.num_machines == 1]
     missing: list[str] = []
     notes: list[str] = []
     size, model_type = _model(loaded, missing)
     device, capacity = _gpu(gpu, memory_gb, missing)
     count = _gpu_count(gpus, notes)
-    rows, lengths, longest = _rows(loaded, size, notes)
+    typical = () if loaded.data.packing else tuple(cached_lengths(loaded))
+    rows, lengths, longest = _rows(loaded, size, typical, notes)
     if device is not None and loaded.precision not in device.products:
         missing.append(f"times: {device.name} has no {loaded.precision.removesuffix('_pure')} products")
     if any(profile.num_machines > 1 for profile in chosen):
         notes.append("the network between machines is not known: times are those of one machine's links")
-    typical = () if loaded.data.packing else tuple(cached_lengths(loaded))
     target = Target(loaded, size, model_type, rows, lengths, longest, device, capacity, count, typical)
     forecasts = [forecast(profile, target) for profile in chosen]
     if any(one.plan is not None and one.plan.steps is None for one in forecasts):
@@ -204,10 +204,12 @@ def _gpu_count(gpus: int | None, notes: list[str]) -> int:
     return ASSUMED_GPUS
 
 
-def _rows(recipe: Recipe, size: ModelSize | None, notes: list[str]) -> tuple[int | None, Rows, int]:
+def _rows(
+    recipe: Recipe, size: ModelSize | None, typical: Sequence[int], notes: list[str]
+) -> tuple[int | None, Rows, int]:
     """Return the number of training rows, their lengths and the tokens of the longest, if possible from the cache."""
     from ftcli.config.task_registry import task_class
-    from ftcli.data.cached_counts import cached_lengths, cached_row_counts
+    from ftcli.data.cached_counts import cached_row_counts
     from ftcli.tasks.protocol import properties_of
 
     longest = recipe.data.max_length * properties_of(task_class(recipe.task)).answers_per_row
@@ -222,7 +224,7 @@ def _rows(recipe: Recipe, size: ModelSize | None, notes: list[str]) -> tuple[int
     if rows and "documents" in counts:
         tokens = counts["tokens"]
         return rows, Rows(tokens / rows, LENGTH_SPREAD * tokens / counts["documents"]), longest
-    if rows and not recipe.data.packing and (typical := cached_lengths(recipe)):
+    if rows and typical:
         total = sum(typical)
         return rows, Rows(total / len(typical), sum(tokens**2 for tokens in typical) / total), longest
     if properties_of(task_class(recipe.task)).reads_text:

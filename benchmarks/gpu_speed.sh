@@ -2,7 +2,7 @@
 # Measure the speed of ftcli, a bare Accelerate loop and TRL on the same weights and rows, on one, two or four GPUs.
 # Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md describes the results)
 # Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers, short,
-# short_trl, short_trl_halves.
+# short_trl, short_trl_halves; and for two GPUs without flash-attn: two_lora two_1b two_3b.
 # Groups that need more GPUs are left out.
 # WORK contains weights (1B 2.5 GB, 8B 16 GB); memory (/dev/shm/...) is faster than most disks. RESULTS receives
 # facts.jsonl, log-*.txt, and the profiles where-*.txt. EXTRAS names folders (A:B) with packages for some of the lines
@@ -17,7 +17,7 @@ work=$1 results=$2 budget=${3:-540}
 shift $(($# < 3 ? $# : 3))
 groups=("$@")
 [ $# -eq 0 ] && groups=(one fsdp ddp lora zero3 rest ladder)
-gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+gpus=${GPUS:-$(python3 -c "import torch; print(torch.cuda.device_count())")} # GPUS: another number, to try commands
 many=$((gpus >= 4 ? 4 : 2)) # GPUs for an 8B model with sharded weights
 # At a higher learning rate the first steps overshoot even with exact gradients, and rounding then changes the curve.
 shards=(--shape llama-3.1-8b --length 8192 --micro-size 1 --task pretrain --processes $many --learning-rate 1e-6)
@@ -139,6 +139,37 @@ rest() {
     cell vit_trainer 120 "${at[@]}" --peer hf-trainer
     cell vit_default 120 "${at[@]}" --peer hf-trainer-default
     cell vit_ftcli 120 "${at[@]}" --peer ftcli --label "no extras" --set data.workers=8
+}
+
+two_lora() { # adapters of 8B on one GPU and two, without flash-attn
+    has 2 two_lora || return 0
+    local at=(--shape llama-3.1-8b --length 4096 --micro-size 2 --task pretrain --lora 16 --learning-rate 1e-4)
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --micro-size 2 --task pretrain --lora 4 --cpu --precision fp32)
+    more lora_one 150 "${at[@]}" "${best[@]}"
+    more lora_ddp_bare 150 "${at[@]}" --profile ddp --processes 2 --peer bare
+    more lora_ddp 150 "${at[@]}" --profile ddp --processes 2 "${best[@]}"
+    more lora_fsdp 200 "${at[@]}" --profile fsdp --processes 2 "${best[@]}"
+    more lora_fsdp_again 150 "${at[@]}" --profile fsdp --processes 2 "${best[@]}" --label "extras, second start" --steps 8
+    more lora_zero3 200 "${at[@]}" --profile zero3 --processes 2 "${best[@]}"
+}
+
+two_1b() { # DDP beside one GPU, without flash-attn
+    has 2 two_1b || return 0
+    local at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16)
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --micro-size 2 --task pretrain --cpu --precision fp32)
+    more two_1b_one 100 "${at[@]}" "${best[@]}"
+    more two_1b_bare 100 "${at[@]}" --profile ddp --processes 2 --peer bare
+    more two_1b_ddp 100 "${at[@]}" --profile ddp --processes 2 "${best[@]}"
+}
+
+two_3b() { # all weights of 3B in shards, without flash-attn
+    has 2 two_3b || return 0
+    local at=(--shape llama-3.2-3b --length 8192 --micro-size 1 --task pretrain --precision bf16 --learning-rate 1e-6)
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --micro-size 2 --task pretrain --cpu --precision fp32)
+    at+=(--processes 2)
+    more two_3b_bare 150 "${at[@]}" --profile fsdp --peer bare
+    more two_3b_fsdp 150 "${at[@]}" --profile fsdp "${best[@]}"
+    more two_3b_zero3 150 "${at[@]}" --profile zero3 "${best[@]}"
 }
 
 pairs() { # preference, beside TRL's DPOTrainer

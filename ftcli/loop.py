@@ -17,7 +17,7 @@ from ftcli.training.final_weights import save_final
 from ftcli.training.first_pass import losses_of
 from ftcli.training.garbage_collection import close_at_exit, collect_between_steps
 from ftcli.training.gradient_watch import check_gradients, check_still_trained
-from ftcli.training.memory import explain_out_of_memory
+from ftcli.training.out_of_memory import explain_out_of_memory
 from ftcli.training.reporter import Reporter
 from ftcli.training.run import due
 from ftcli.training.step import Step

@@ -19,7 +19,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     from ftcli.runtime.heartbeat import Heartbeat
     from ftcli.runtime.run_folder import RunFolder
     from ftcli.runtime.stop import StopRequest
-    from ftcli.training.memory import explain_out_of_memory
+    from ftcli.training.out_of_memory import explain_out_of_memory
     from ftcli.training.reporter import Reporter
     from ftcli.training.setup import prepare
 

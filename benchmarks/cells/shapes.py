@@ -25,6 +25,11 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
          "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
     ),
+    "llama-3.2-3b": (
+        "llama",
+        {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
+    ),
     "llama-3.1-8b": (
         "llama",
         {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

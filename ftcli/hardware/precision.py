@@ -21,6 +21,7 @@ import torch
 
 from ftcli.models.precision import AUTOCAST, COMPUTE, load_dtype, trained_dtype
 from ftcli.models.structure import base_model_of
+from ftcli.runtime import process_settings
 from ftcli.runtime.patches import declare
 
 if TYPE_CHECKING:
@@ -46,13 +47,29 @@ FLOAT32 = declare(
 def compute_in(model: nn.Module, recipe: Recipe, device_type: str) -> None:
     """Run the forward pass of an unprepared model under autocast if the recipe's precision uses it.
 
+    In fp32 convolutions compute in float32 too, until the run ends.
+
     The backward pass uses the dtypes of the forward pass. FSDP2's own mixed precision, which sends all weights in
     bfloat16, would be cheaper but changes the curve. Near 1.0 the spacing of bfloat16 is 4e-3. The weights of a norm
     would therefore not change in the forward pass for many updates. docs/explanation/precision.md has figures.
     """
+    if recipe.precision == "fp32":
+        _forbid_tf32_convolutions()
     if recipe.precision in AUTOCAST:
         inner = base_model_of(model)
         inner.forward = torch.autocast(device_type, dtype=AUTOCAST[recipe.precision])(inner.forward)
+
+
+def _forbid_tf32_convolutions() -> None:
+    """Let cuDNN compute convolutions in float32, without rounding their inputs to the 10 bits of TF32.
+
+    PyTorch rounds them by default, and does not round matrix products. The error depends on the algorithm that cuDNN
+    chooses, so curves of two profiles would differ.
+    """
+    try:
+        process_settings.change(torch.backends.cudnn, "allow_tf32", False)
+    except RuntimeError:  # the caller has set torch's newer options, which exclude this one, and has chosen
+        return
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from ftcli.runtime.process import local_rank
 from ftcli.runtime.resources import cache_root, writing_cache
 from ftcli.runtime.seeds import PADDING
 from ftcli.training.batches.dataloaders import Collate, Rows
+from ftcli.training.out_of_memory import explain_out_of_memory
 from ftcli.training.run_description import describe_hardware
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def add_columns(run: Run, *, weights: Path | None = None, state: dict[str, Any] 
             )
         log_line(_describe_computation(run, parts, folder.parent))
         origin = {"parts": parts, "hardware": describe_hardware(run.hardware, run.plan.processes)}
-        columns = {split: _compute(run, split) for split in _splits(run)}
+        with explain_out_of_memory(run):
+            columns = {split: _compute(run, split) for split in _splits(run)}
         with writing_cache():
             _publish(folder, columns, origin)
         run.hardware.ranks.wait_for_slowest()

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that fits into the devices, for `batch.micro_size: auto`, and explain memory errors.
+"""Find the largest micro-batch that fits into the devices, for `batch.micro_size: auto`.
 
 Sizes are measured with a separate run that is prepared like any other and then discarded. It trains accumulation
 windows of the longest rows. None of its numbers reaches the real run. Memory grows linearly with the number of rows, so
@@ -13,8 +13,7 @@ import gc
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 
 from ftcli.config.plan import AUTO_SIZE
-from ftcli.config.profile import advise_profile, profile_of_process
+from ftcli.config.profile import profile_of_process
 from ftcli.data.packing import lengths_of
 from ftcli.data.paths import model_folder
 from ftcli.models.shape import Shape, measure_model
@@ -33,6 +32,7 @@ from ftcli.runtime.run_folder import RunFolder
 from ftcli.runtime.torn_files import read_object
 from ftcli.training.batches.dataloaders import Collate, Rows
 from ftcli.training.batches.prefetch import DevicePrefetcher
+from ftcli.training.out_of_memory import explain_out_of_memory
 from ftcli.training.size_search import largest_that_fits
 
 if TYPE_CHECKING:
@@ -297,35 +297,3 @@ def _conditions_digest(recipe: Recipe) -> str:
         "torch": torch.__version__,
     }
     return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:32]
-
-
-@contextmanager
-def explain_out_of_memory(run: Run) -> Iterator[None]:
-    """Raise `InputError` with remedies instead of torch's error if the device runs out of memory inside the block."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        peak = f"; peak so far {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if torch.cuda.is_available() else ""
-        passes = run.plan.passes
-        rows = f"{run.plan.micro_size} rows" if passes is None else f"up to {passes.tokens} tokens"
-        rank, beat, first = run.hardware.ranks.rank, run.heartbeat.now, (str(error).splitlines() or [""])[0]
-        raise InputError(
-            f"rank {rank} ran out of memory in {beat.phase} (step {beat.step}) with {rows} in each "
-            f"forward pass{peak}: {first}",
-            hint="\n    ".join(_remedies(run)),
-        ) from error
-
-
-def _remedies(run: Run) -> list[str]:
-    """Return changes of recipe and profile that need less memory and keep the loss curve."""
-    plan = run.plan
-    rows_per_step = plan.global_size // plan.processes
-    most = plan.micro_size if plan.passes is None else rows_per_step // 2 + 1
-    sizes = [str(size) for size in range(1, most) if rows_per_step % size == 0]
-    smaller = f"set batch.micro_size to {' or '.join(sizes)}: batch.global_size {plan.global_size} and the curve stay"
-    if (mode := run.recipe.model.batch_norm) != "frozen":
-        smaller += f", except for the statistics of model.batch_norm: {mode}, which are those of a forward pass"
-    remedies = [smaller if sizes else "batch.micro_size is 1 row already"]
-    if run.recomputed != "full":
-        remedies.append("set model.gradient_checkpointing to full: less memory, more time, the same curve")
-    return [*remedies, advise_profile(run.hardware.distributed_type)]

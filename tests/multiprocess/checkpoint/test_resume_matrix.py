@@ -23,6 +23,7 @@ from ftcli.testing import run_on_cpu
 from ...support.cells import SAVED_AT, cell, resume_cell, save_and_resume, save_cell
 
 NAMES = ["sft-tied", "sft-lora", "resnet", "vit-mixed", "faces"]
+WITH_SGD = ("resnet",)
 STEPS = 8  # three after the checkpoint; the second of these begins an epoch
 EIGHT = {"train": {"max_steps": STEPS}}
 PROFILES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2, "zero3": 2}
@@ -64,8 +65,8 @@ def assert_resumes(single: Curves, resumed: Curves) -> None:
         assert np.linalg.norm(after - goal) < 1e-4 * np.linalg.norm(goal)
 
 
-def assert_same_bits(expected: Curves, resumed: Curves) -> None:
-    for name in NAMES:
+def assert_same_bits(expected: Curves, resumed: Curves, names: list[str] = NAMES) -> None:
+    for name in names:
         assert resumed[name]["rows"] == expected[name]["rows"][SAVED_AT:]
         for key, value in expected[name]["after"].items():
             assert np.array_equal(resumed[name]["after"][key], value), key
@@ -107,10 +108,16 @@ def resume_in_every_precision(folder: Path, output: Path) -> dict[str, tuple[Cur
     """Return precision -> what `save_and_resume` returns of a profile's own checkpoints."""
     return {
         precision: save_and_resume(
-            folder, NAMES, EIGHT | {"precision": precision}, output / precision, [output / precision]
+            folder, names_in(precision), EIGHT | {"precision": precision}, output / precision, [output / precision]
         )
         for precision in PRECISIONS
     }
+
+
+def names_in(precision: str) -> list[str]:
+    """Return the cells that can train in a precision: SGD refuses bfloat16 weights."""
+    without = WITH_SGD if precision == "bf16_pure" else ()
+    return [name for name in NAMES if name not in without]
 
 
 @pytest.mark.slow
@@ -120,7 +127,7 @@ def test_resume_in_every_precision_is_bit_exact(profile: str, inputs: Path, tmp_
     results = run_on_cpu(resume_in_every_precision, inputs, tmp_path, processes=PROFILES[profile], profile=profile)[0]
     for precision in PRECISIONS:
         saved, resumed = results[precision]
-        assert_same_bits(saved, resumed[precision])
+        assert_same_bits(saved, resumed[precision], names_in(precision))
 
 
 def stop_anywhere(folder: Path, output: Path, changes: dict[str, Any]) -> list[str]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ftcli.config.recipe import Recipe
-from ftcli.hardware.precision import LossScale, check
+from ftcli.hardware.precision import LossScale, check, compute_in
 from ftcli.models.precision import frozen_dtype, load_dtype, trained_dtype
+from ftcli.runtime import process_settings
 
 from ...support.recipes import minimal_values
 
@@ -79,3 +80,23 @@ def test_weights_of_another_dtype_are_named() -> None:
     assert "frozen weights bfloat16" in check(model, recipe("bf16", "lora"))
     with pytest.raises(RuntimeError, match="frozen weight weight is torch.bfloat16"):
         check(model, recipe("fp32", "lora"))
+
+
+@pytest.mark.parametrize(("precision", "rounds"), [("fp32", False), ("bf16", True)])
+def test_convolutions_do_not_round_to_tf32_in_fp32_until_the_run_ends(precision: str, rounds: bool) -> None:
+    process_settings.restore_all()
+    assert torch.backends.cudnn.allow_tf32  # PyTorch's default
+    compute_in(torch.nn.Linear(2, 2), recipe(precision), "cpu")
+    assert torch.backends.cudnn.allow_tf32 == rounds
+    process_settings.restore_all()
+    assert torch.backends.cudnn.allow_tf32
+
+
+def test_options_of_convolutions_that_the_user_set_stay() -> None:
+    convolutions = torch.backends.cudnn.conv
+    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
+    try:
+        compute_in(torch.nn.Linear(2, 2), recipe("fp32"), "cpu")
+        assert convolutions.fp32_precision == "ieee"
+    finally:
+        convolutions.fp32_precision = before

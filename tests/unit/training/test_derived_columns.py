@@ -24,6 +24,11 @@ from ftcli.training.setup import prepare
 from ...support.cells import LORA, cell, write_inputs
 from ...support.two_terms import DERIVED, two_terms
 
+FULL = """        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+"""
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,6 +75,16 @@ def test_add_columns_reuses_the_columns_of_equal_settings_only(
             prepare(two_terms(inputs, DERIVED, **changes), cpu=True)
         line = "computing the derived columns of 37 train rows and 5 eval rows with the starting weights; "
         assert f"{line}those of these rows in the cache belong to {words}\n" in capsys.readouterr().err
+
+
+def test_add_columns_out_of_memory_error_lists_micro_sizes_that_fit(inputs: Path) -> None:
+    full = DERIVED.replace("    def derive(self, model, batch):\n", f"    def derive(self, model, batch):\n{FULL}")
+    assert full != DERIVED
+    (inputs / "full.py").write_text(full)
+    recipe = two_terms(inputs, DERIVED, batch={"global_size": 6, "micro_size": 2})
+    with pytest.raises(InputError, match="ran out of memory in deriving columns") as error:
+        prepare(recipe.model_copy(update={"task": str(inputs / "full.py")}), cpu=True)
+    assert "set batch.micro_size to 1:" in str(error.value)
 
 
 def test_a_resumed_run_reads_or_rebuilds_the_columns_of_the_starting_weights(inputs: Path, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ ALONE = {"profile": "single", "processes": 1}
 LORA = LARGE | {"length": 4096, "lora": 16, "micro_size": 2}
 QLORA = LORA | {"four_bit": True}
 AGAIN = "recomputed"  # label of lines with activation checkpointing
+H100 = ("ftcli", "H100")  # label of lines of two H100s, without flash-attn
+THREE = {"shape": "llama-3.2-3b", "length": 8192, "task": "pretrain", "lora": 0} | MASTERS
 BERT = {"shape": "bert-base", "task": "text_classification", "profile": "single"}
 VIT = {"shape": "vit-b16", "task": "image_classification", "profile": "single"}
 DEFAULTS, TRAINER = ("hf-trainer-default", ""), ("hf-trainer", "")
@@ -95,6 +97,12 @@ GOALS = [
             Goal(f"8B x8192 ZeRO-3 x{n}, of ftcli under FSDP2", ZERO | {"processes": n}, EXTRAS, EXTRAS, 0.97, OF_FSDP),
         )
     ),
+    Goal("1B DDP, two H100s, per GPU, of one", DDP | {"processes": 2}, H100, H100, 0.97, ALONE),
+    Goal("1B DDP, two H100s, of the bare loop", DDP | {"processes": 2}, H100, ("bare", "H100"), 1.1),
+    Goal("8B LoRA DDP, two H100s, per GPU, of one", LORA | {"profile": "ddp"}, H100, H100, 0.97, ALONE),
+    Goal("8B LoRA FSDP2, two H100s, of DDP", LORA | {"profile": "fsdp"}, H100, H100, 0.97, {"profile": "ddp"}),
+    Goal("3B x8192 FSDP2, two H100s, of the bare loop", THREE | {"profile": "fsdp"}, H100, ("bare", "H100"), 1.1),
+    Goal("3B x8192 ZeRO-3, two H100s, of FSDP2", THREE | {"profile": "zero3"}, H100, H100, 0.97, OF_FSDP),
     Goal("BERT-base, of the example script's defaults", BERT, PLAIN, DEFAULTS, 1.5),
     Goal("ViT-B/16, of the example script's defaults", VIT, PLAIN, DEFAULTS, 1.5),
     Goal("BERT-base, 200 steps, of the Trainer at its best", BERT | LONG, PLAIN, TRAINER, 1.15),

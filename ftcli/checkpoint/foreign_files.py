@@ -34,33 +34,34 @@ def remove_checkpoint(folder: Path) -> None:
         folder.rmdir()
 
 
-def set_aside(folder: Path) -> Path | None:
+def set_aside(folder: Path) -> list[Path]:
     """Rename a folder of final weights before it is written anew, and remove the weights in it.
 
     Args:
-        folder: The folder; it may be missing.
+        folder: The folder; it may be missing. A link is not changed.
 
     Returns:
-        The renamed folder for `remove_rewritten`; None without a folder. A link is not changed.
+        The renamed folders for `remove_rewritten`: this one, and those of earlier launches that were killed before they
+        called it.
     """
-    if folder.is_symlink() or not folder.is_dir():
-        return None
-    aside = move_aside(folder)
-    for path in aside.iterdir():
-        if WEIGHT_FILES.fullmatch(path.name) and path.is_file():
-            path.unlink()
-    return aside
+    if folder.is_dir() and not folder.is_symlink():
+        move_aside(folder)
+    name = re.compile(re.escape(FOREIGN + folder.name) + r"(-\d+)?")
+    asides = [path for path in folder.parent.iterdir() if name.fullmatch(path.name) and path.is_dir()]
+    for aside in asides:
+        for path in aside.iterdir():
+            if WEIGHT_FILES.fullmatch(path.name) and path.is_file():
+                path.unlink()
+    return asides
 
 
-def remove_rewritten(aside: Path | None, written: Path) -> None:
+def remove_rewritten(aside: Path, written: Path) -> None:
     """Remove the files of a folder that `set_aside` returned if the new folder has them too; others stay.
 
     Args:
-        aside: The folder of an earlier launch; None for none.
+        aside: The folder of an earlier launch.
         written: The folder that was written anew.
     """
-    if aside is None:
-        return
     _remove_common(aside, written)
     if aside.is_dir():
         _report(aside)

@@ -56,7 +56,7 @@ def save_final(run: Run) -> None:
     is_main, is_adapter = run.hardware.ranks.is_main, run.recipe.adapter.type != "none"
     if is_main:
         run.folder.ensure()
-        leftovers = [set_aside(temporary)]
+        leftovers = set_aside(temporary)
     auto_class, properties = getattr(run.task, "auto_class", None) or "", properties_of(run.task)
     part = "" if is_adapter else properties.exported_part
     values = run.hardware.parameters(run.model, trained_only=is_adapter, part=part)
@@ -83,7 +83,7 @@ def save_final(run: Run) -> None:
             save_file(probe, run.folder.path / PROBE, metadata={"step": str(run.position)})
             sync(run.folder.path / PROBE)
         sync_tree(temporary)
-        leftovers.append(set_aside(run.folder.final))  # of an earlier launch that ended at an earlier step
+        leftovers += set_aside(run.folder.final)  # of an earlier launch that ended at an earlier step
         temporary.rename(run.folder.final)
         for leftover in leftovers:
             remove_rewritten(leftover, run.folder.final)

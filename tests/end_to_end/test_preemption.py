@@ -348,7 +348,8 @@ def test_two_ranks_stopped_by_each_signal_go_on_bit_for_bit(
     # Every launch imports for itself: all signals under one profile, and one under each other.
     resumed_is_never_stopped(inputs, tmp_path, profile, *stops[first:last])
     seen = [Path(f"{calls}-{rank}").read_text() for rank in (0, 1)]
-    assert seen[0] == seen[1]  # both left after the same batch
+    # Both left after the same batch. Only the main rank tries to write, before step 1.
+    assert seen[0].replace("save_processor\n", "") == seen[1]
     assert seen[0].count("eval_step") == (2 if first == 0 else 4)
 
 

@@ -181,13 +181,16 @@ class Task:
             return {"pixel_values": self._pixels(rows), "targets": targets}
         partners = [next((c for c in row["companions"] if row["items"] and c["items"]), None) for row in rows]
         others = [partner or row for row, partner in zip(rows, partners, strict=True)]
-        mixed, shares = list(self._pixels([*rows, *others])), [1.0] * len(rows)
-        for index, row in enumerate(rows):
-            if partners[index] is not None:
-                own, other = mixed[index], mixed[len(rows) + index]
-                mixed[index], shares[index] = self.augmentation.mix(own, other, row["epoch"], row["id"])
+        # The partner of a row is nearly always the next row of the batch, so each image is decoded once.
+        images = {(row["epoch"], row["id"]): row for row in [*rows, *others]}
+        pixels = dict(zip(images, self._pixels(list(images.values())), strict=True))
+        mixed, shares = [pixels[row["epoch"], row["id"]] for row in rows], [1.0] * len(rows)
+        for index, (row, partner) in enumerate(zip(rows, partners, strict=True)):
+            if partner is not None:
+                other = pixels[partner["epoch"], partner["id"]]
+                mixed[index], shares[index] = self.augmentation.mix(mixed[index], other, row["epoch"], row["id"])
         of_partners = {"partner_targets": collate_targets(others), "shares": torch.tensor(shares)}
-        return {"pixel_values": torch.stack(mixed[: len(rows)]), "targets": targets} | of_partners
+        return {"pixel_values": torch.stack(mixed), "targets": targets} | of_partners
 
     def _pixels(self, rows: list[Row]) -> Tensor:
         """Return the pixels of rows `[B, channels, height, width]`, changed at random in training."""

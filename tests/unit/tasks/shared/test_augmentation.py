@@ -27,9 +27,11 @@ from ftcli.tasks.shared.augmentation import (
     RandAugment,
     _random_part,
 )
+from ftcli.tasks.shared.images import load_image
 from ftcli.testing import save_tiny_vit
 from ftcli.training.batches.dataloaders import Collate, Rows
 
+from ....support.counting import count_calls
 from ....support.recipes import minimal_values
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8))
@@ -171,6 +173,13 @@ def test_collate_of_all_changes_does_not_depend_on_the_micro_size(folder: Path) 
     assert set(actual) == set(expected) and len(expected) == 30  # 15 rows in two epochs, the last step of 3 rows
     assert all(torch.equal(a, b) for key in expected for a, b in zip(actual[key], expected[key], strict=True))
     assert any(0 < float(values[3]) < 1 for values in expected.values())
+
+
+def test_collate_of_mixed_rows_decodes_each_image_once(folder: Path) -> None:
+    task: Any = build_task(recipe(folder, mixup=1.0))
+    rows = Rows(prepare_rows(task.recipe, task).train, task, training=True)
+    documents = [rows[0, number, number + 1][0] for number in range(5)]
+    assert count_calls(lambda: task.collate(documents), load_image) == 6  # the last partner is not in the batch
 
 
 def test_loss_of_mixed_rows_is_the_share_of_both_losses(folder: Path) -> None:

@@ -30,7 +30,7 @@ from ftcli.tasks.shared.pair_reports import (
     source_notes,
 )
 from ftcli.tasks.shared.preference_losses import PairLogps, implicit_rewards, match_ranks
-from ftcli.tasks.shared.preference_options import PREFERENCE_LOSSES, loss_options
+from ftcli.tasks.shared.preference_options import PREFERENCE_LOSSES, WEIGHT, check_losses_are_mappings, loss_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 LIKELIHOOD = "nll"  # name of the likelihood term
 WEIGHTS, TOKENS = "weights", "chosen_tokens"  # names of counts: of weighted pairs, and of trained tokens
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
-
-WEIGHT = "weight"  # option that every loss has
 
 
 class Options(BaseModel):
@@ -66,6 +64,15 @@ class Options(BaseModel):
     chat: AsChat = "auto"
     chat_template: ChatTemplate = None
 
+    @field_validator("losses", mode="before")
+    @classmethod
+    def _check_mappings(cls, losses: Any) -> Any:
+        try:
+            check_losses_are_mappings(losses)
+        except InputError as error:
+            raise ValueError(_text_of(error)) from None
+        return losses
+
     @field_validator("losses")
     @classmethod
     def _check_losses(cls, losses: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -75,8 +82,7 @@ class Options(BaseModel):
             try:
                 _options_of(name, given)
             except InputError as error:
-                problems = (f"{one.what}; {one.hint}" if one.hint else one.what for one in error.problems)
-                raise ValueError("; ".join(problems)) from None
+                raise ValueError(_text_of(error)) from None
         return losses
 
 
@@ -313,3 +319,8 @@ class Task(sft.Task):
 def _options_of(name: str, values: Mapping[str, float]) -> dict[str, float]:
     """Return the value of every option of a loss, without its weight."""
     return loss_options(name, {option: value for option, value in values.items() if option != WEIGHT}, "")
+
+
+def _text_of(error: InputError) -> str:
+    """Return the problems of an error and their hints as one text."""
+    return "; ".join(f"{one.what}; {one.hint}" if one.hint else one.what for one in error.problems)

@@ -135,6 +135,9 @@ def test_export_of_an_intermediate_checkpoint_gives_its_logits(
     final = {item.name for item in (runs(name) / "final").iterdir()}
     assert merge or {item.name for item in target.iterdir()} == final
     assert ("library_name: peft" in (target / "README.md").read_text()) == adapted
+    for written in (runs(name) / "final", target) if name.startswith("sft") else ():
+        assert json.loads((written / "generation_config.json").read_text())["eos_token_id"] == [1]
+        assert "Answers end with `<|im_end|>`: `generation_config.json` has it" in (written / "README.md").read_text()
     if not name.startswith("sft"):
         config = json.loads((target / ("base_config/config.json" if adapted else "config.json")).read_text())
         expected = ["x", "y", "z"] if name == "text-lora" else ["green", "red"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ftcli.runtime.errors import InputError, Problem, nearest
+from ftcli.runtime.errors import InputError, Problem, nearest, shortened
 from ftcli.tasks.shared import preference_losses as losses
 
 if TYPE_CHECKING:
@@ -89,6 +89,36 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
 # Methods -> the loss that they train with, for hints. The nearest of the names above can be that of another method.
 METHODS = {"dpo": "sigmoid", "cdpo": "sigmoid", "rpo": "sigmoid", "slic": "hinge", "exo": "exo_pair", "nca": "nca_pair"}
 METHODS |= {"bco": "bco_pair", "sppo": "sppo_hard", "apo": "apo_zero"}
+
+
+WEIGHT = "weight"  # option that every loss has
+
+
+def check_losses_are_mappings(losses: Any) -> None:
+    """Check that a recipe's losses have options by name, before their values are read.
+
+    Args:
+        losses: The value of the recipe: losses by name.
+
+    Raises:
+        InputError: A loss does not exist.
+        ValueError: A loss is named without its options, or has another value than a mapping. The message has an example
+            with its first option, and the options that it knows.
+    """
+    names = losses if isinstance(losses, list) else [losses]
+    named = losses if isinstance(losses, Mapping) else {name: None for name in names if isinstance(name, str)}
+    for name, given in named.items():
+        if isinstance(given, Mapping):
+            continue
+        if name not in PREFERENCE_LOSSES:
+            loss_options(str(name), {}, "")
+        value = "has no options" if given is None else f"is {shortened(str(given))}"
+        known = PREFERENCE_LOSSES[name].options
+        option, bounds = next(iter(known.items()))
+        raise ValueError(
+            f"{name} {value}; a loss needs a mapping of its options, such as "
+            f"`losses: {{{name}: {{{option}: {bounds.default:g}}}}}`; {name} has {', '.join([*known, WEIGHT])}"
+        )
 
 
 def loss_options(name: str, given: Mapping[str, float], where: str) -> dict[str, float]:

@@ -38,7 +38,7 @@ def data(folder: Path, name: str = "pairs", **more: Any) -> dict[str, Any]:
     return {"train": str(folder / f"{name}.jsonl"), "eval_rows": 5, "max_length": 128} | more
 
 
-def recipe(folder: Path, losses: dict[str, Any] | None = None, name: str = "preference", **changes: Any) -> Recipe:
+def recipe(folder: Path, losses: Any = None, name: str = "preference", **changes: Any) -> Recipe:
     options = {} if losses is None else {"task_options": {"losses": losses}}
     return cell(folder, name, **options | changes)
 
@@ -62,6 +62,9 @@ def test_terms_are_the_losses_with_their_weights_and_the_likelihood(inputs: Path
     assert list(build_task(recipe(inputs)).terms) == ["sigmoid"]  # type: ignore[attr-defined]
 
 
+ORPO = "a loss needs a mapping of its options, such as `losses: {orpo: {beta: 0.1}}`; orpo has beta, weight"
+
+
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
@@ -71,11 +74,17 @@ def test_terms_are_the_losses_with_their_weights_and_the_likelihood(inputs: Path
         ({"sigmoid": {"beta": 0.0}}, "beta of the loss sigmoid is 0; it must be above 0"),
         ({"sigmoid": {"weight": 0.0}}, "the weight of sigmoid is 0; it must be above 0"),
         ({"robust": {"label_smoothing": 0.5}}, "label_smoothing of the loss robust is 0.5"),
+        ({"orpo": 1.0}, f"orpo is 1.0; {ORPO}"),
+        ({"orpo": None}, f"orpo has no options; {ORPO}"),
+        ("orpo", f"task_options.losses: orpo has no options; {ORPO}"),
+        (["orpo", "sigmoid"], f"orpo has no options; {ORPO}"),
+        ("dpo", "no preference loss 'dpo'; the loss of dpo is 'sigmoid'"),
+        ([["orpo"]], "and must be a mapping of names to values, not empty"),
         ({}, "task_options.losses is an empty section, and must be a mapping of names to values, not empty"),
     ],
 )
 def test_options_of_losses_that_do_not_exist_or_are_out_of_bounds_are_refused(
-    losses: dict[str, Any], message: str, inputs: Path
+    losses: Any, message: str, inputs: Path
 ) -> None:
     with pytest.raises(InputError) as error:
         build_task(recipe(inputs, losses))

@@ -189,6 +189,17 @@ def test_export_of_a_lora_classifier_has_label_names_in_every_form(
         torch.testing.assert_close(model.eval()(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_export_of_final_weights_without_the_trained_ends_adds_them(runs: Callable[[str], Path], tmp_path: Path) -> None:
+    from ftcli.checkpoint.export import _plan_export, _write_final
+
+    run, target = Path(shutil.copytree(runs("sft-tied"), tmp_path / "run")), tmp_path / "exported"
+    target.mkdir()
+    settings = run / "final" / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": 0}))  # as earlier versions did
+    _write_final(_plan_export(run, merge=False, dtype=None, most=10**9, trusted=False), target)
+    assert json.loads((target / settings.name).read_text())["eos_token_id"] == [1, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft-tied", "mobilenet"])
 def test_export_of_the_last_checkpoint_equals_the_final_weights(

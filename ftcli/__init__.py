@@ -61,8 +61,6 @@ _MODULES = {
     "write_report": "ftcli.reports.report",
 }
 
-_COMPUTING = ("compare_profiles", "evaluate", "export", "generate", "prepare", "steps", "trace", "train")
-
 __all__ = [
     "InputError",
     "LaunchError",
@@ -92,10 +90,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'ftcli' has no attribute '{name}'")
-    if name in _COMPUTING:
-        from ftcli.runtime.threads import wait_passively
+    from ftcli.runtime.threads import wait_passively
 
-        wait_passively()  # before the module loads torch
+    wait_passively()  # the module may load torch: the first cell of a notebook can be `ftcli.check`
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

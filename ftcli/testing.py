@@ -16,6 +16,7 @@ from typing import Any
 
 from ftcli.runtime.fork_server import fork_context
 from ftcli.runtime.patches import declare
+from ftcli.runtime.threads import passive_waiting
 from ftcli.task_contract import CHECKS as CHECKS
 from ftcli.task_contract import TaskCase as TaskCase
 from ftcli.task_contract import check_task as check_task
@@ -136,7 +137,7 @@ def run_on_cpu(function: Callable[..., Any], *args: Any, processes: int = 2, pro
     Example:
         >>> run_on_cpu(train_and_return_loss, "recipe.yaml", processes=2, profile="fsdp")
     """
-    with environment(**ON_CPU):
+    with environment(**ON_CPU, **passive_waiting(cpu=True)):
         return _run(fork_context(PRELOADED), function, args, processes, profile)
 
 

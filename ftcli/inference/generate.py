@@ -15,6 +15,7 @@ from ftcli.inference.prompts import collect_prompts
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.log import log_line
 from ftcli.runtime.terminal import printable
+from ftcli.runtime.threads import wait_passively
 
 if TYPE_CHECKING:
     from ftcli.inference.decode import SamplingOptions
@@ -63,6 +64,7 @@ def generate(
     Example:
         >>> ftcli.generate("runs/my", ["What is an optimizer step?"], max_new_tokens=64)
     """
+    wait_passively(cpu=cpu)  # before torch is loaded
     rows = generate_rows(
         target,
         prompts,

@@ -20,7 +20,6 @@ from ftcli.runtime.errors import Problem
 from ftcli.runtime.log import log_line
 from ftcli.runtime.resources import PACKAGE
 from ftcli.runtime.run_folder import FLIGHT_RECORDER, RunFolder
-from ftcli.runtime.threads import passive_waiting
 
 if TYPE_CHECKING:
     from ftcli.config.profile import Profile
@@ -111,12 +110,7 @@ def launch(
         "PYTHONPATH": os.pathsep.join(_import_path()),
         "PYTHONSAFEPATH": "1",  # Python 3.11 and later: do not import a torch.py of the current folder as torch
     }
-    environment |= (
-        passive_waiting(cpu=cpu)
-        | _flight_recorder_variables(folder)
-        | _torchrun_variables()
-        | dict(rank_environment or {})
-    )
+    environment |= _flight_recorder_variables(folder) | _torchrun_variables() | dict(rank_environment or {})
     if num_processes == 1 and not cpu:
         environment |= allocator_variables()
     if cpu:  # DeepSpeed would use visible GPUs

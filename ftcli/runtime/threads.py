@@ -20,10 +20,11 @@ def passive_waiting(*, cpu: bool = False) -> dict[str, str]:
     """Return the variable that makes threads sleep while they wait; nothing on GPUs, or if the user chose.
 
     Args:
-        cpu: Whether the user asked for the CPU. Without it a machine without GPUs counts.
+        cpu: Whether the user asked for the CPU. `accelerate launch --cpu` and a machine without GPUs count too.
     """
     is_chosen = any(name in os.environ for name in CHOSEN)
-    return {POLICY: "PASSIVE"} if (cpu or not may_have_gpus()) and not is_chosen else {}
+    by_accelerate = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    return {POLICY: "PASSIVE"} if (cpu or by_accelerate or not may_have_gpus()) and not is_chosen else {}
 
 
 def wait_passively(*, cpu: bool = False) -> None:

@@ -17,6 +17,7 @@ from ftcli.runtime.errors import EXIT_DONE, EXIT_RESUME
 from ftcli.runtime.load_monitor import LoadMonitor
 from ftcli.runtime.process import current_rank
 from ftcli.runtime.run_folder import RunFolder
+from ftcli.runtime.threads import wait_passively
 from ftcli.training.resume import belongs_to
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def prepare(
     """
     from ftcli.config.profile import profile_of_process
     from ftcli.config.recipe import Recipe
+
+    wait_passively(cpu=cpu)  # before torch is loaded
     from ftcli.training import setup
     from ftcli.training.run_start import rewind_run_folder, write_run_inputs
 

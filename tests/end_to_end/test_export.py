@@ -189,7 +189,9 @@ def test_export_of_a_lora_classifier_has_label_names_in_every_form(
         torch.testing.assert_close(model.eval()(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_export_of_final_weights_without_the_trained_ends_adds_them(runs: Callable[[str], Path], tmp_path: Path) -> None:
+def test_export_of_final_weights_without_the_trained_ends_adds_them(
+    runs: Callable[[str], Path], tmp_path: Path
+) -> None:
     from ftcli.checkpoint.export import _plan_export, _write_final
 
     run, target = Path(shutil.copytree(runs("sft-tied"), tmp_path / "run")), tmp_path / "exported"

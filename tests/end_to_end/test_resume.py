@@ -16,6 +16,7 @@ from ftcli.__main__ import main
 from ftcli.checkpoint.folder import read_state, update_state
 from ftcli.config.load import load_recipe
 from ftcli.data.fingerprints import FORMULA, legacy_fingerprints
+from ftcli.launch.worker import evaluate_run
 from ftcli.loop import steps
 from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.errors import InputError
@@ -23,6 +24,7 @@ from ftcli.runtime.run_folder import RunFolder
 from ftcli.tasks.build import build_task
 from ftcli.testing import run_on_cpu
 from ftcli.training.checkpointing import save_checkpoint
+from ftcli.training.final_weights import save_final
 from ftcli.training.own_loop import prepare
 
 from ..support.cells import cell
@@ -282,6 +284,9 @@ def test_resume_with_another_image_processor_is_refused_until_accepted(inputs: P
     again = prepare(recipe, cpu=True, resume=checkpoint, resume_anyway=True)
     assert again.first_step == 1
     assert any("resuming with another base: the image processor of" in line for line in again.log_lines)
+    save_final(run)
+    with pytest.raises(InputError, match=r"the image processor of .*vit is not the one of the run \(image_mean: "):
+        evaluate_run(tmp_path / "run", cpu=True)
 
 
 def test_resume_with_other_evaluation_rows_is_refused_until_accepted_and_leaves_training_steps_unchanged(

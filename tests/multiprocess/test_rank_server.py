@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ftcli.runtime.threads import CHOSEN, POLICY
 from ftcli.testing import BEFORE_CUDA, fork_context, forks_may_start, run_on_cpu, run_on_processes
 
 STARTS_CUDA = {"deepspeed", "peft", "transformers.modeling_utils"}  # the last two where torchao, bitsandbytes are
@@ -39,6 +40,22 @@ def test_run_on_cpu_rank_has_the_callers_environment_and_imports_nothing(monkeyp
     assert second == [("second", None, True, server, None)]
     assert run_on_cpu(look, processes=1, profile="single") == [(None, None, True, server, None)]
     assert server != os.getpid() and os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def policy_of_waiting() -> str | None:
+    """Return the rank's variable for how threads wait."""
+    return os.environ.get(POLICY)
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [("", "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_run_on_cpu_rank_waits_passively_unless_the_user_chose(
+    chosen: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    if chosen:
+        monkeypatch.setenv(POLICY, chosen)
+    assert run_on_cpu(policy_of_waiting, processes=1, profile="single") == [expected]
 
 
 def frozen_around_a_loop() -> tuple[int, int, bool]:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
-from ftcli.models.trained_on import check_trained_on
+from ftcli.models.trained_on import check_trained_on, differences
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.log import log_line
 from ftcli.runtime.patches import declare
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ def build_matching_model(recipe: Recipe, task: Task, state: dict[str, Any]) -> A
         InputError: The recipe's model is not the one of the run, the model lacks a weight of the checkpoint, or it has
             the weight in another shape.
     """
-    check_trained_on(state.get("frozen"), recipe.model.name, recipe.model.revision, hint="restore the old model")
+    base = state.get("frozen"), recipe.model.name, recipe.model.revision
+    parts = ("weights", "config", "processor", "vocabulary")  # the tokenizer is not in the checkpoint
+    check_trained_on(*base, hint="restore the old model", parts=parts)
+    for each in differences(*base, parts=("template",)):
+        log_line(f"warning: {each}")
     model = build_model(recipe, task, state["data"]["facts"])
     _check_names(model, state)
     return model

@@ -26,7 +26,7 @@ from ftcli.models.adapter_folder import (
 from ftcli.models.adapters import CONFIG, WEIGHTS
 from ftcli.models.files import header_problem, weight_files
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
-from ftcli.models.trained_on import check_trained_on, differences, trained_on
+from ftcli.models.trained_on import TOKENIZER_PARTS, check_trained_on, differences, trained_on
 from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.reader_errors import reading
 from ftcli.runtime.redaction import redact
@@ -195,7 +195,7 @@ def describe_other_base(recipe: Recipe) -> list[str]:
         return []
     folder, model = Path(recipe.adapter.path), recipe.model
     stored = trained_on(folder)
-    found = differences(stored, model.name, model.revision, parts=("weights", "config"))
+    found = differences(stored, model.name, model.revision, parts=("weights", "config", *TOKENIZER_PARTS))
     base = base_of(folder)
     if stored is None and base is not None and is_on_hub(base[0]) and is_on_hub(model.name):
         before, now = (f"{name} at {revision}" if revision else name for name, revision in (base, _known(model, base)))

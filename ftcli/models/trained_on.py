@@ -1,6 +1,7 @@
 """Know what a run, a checkpoint or a folder of weights was trained on, and compare it with what there is now.
 
-It is the base's name and commit, its configuration, a digest of its weights, and the settings of its image processor.
+It is the base's name and commit, its configuration, a digest of its weights, the settings of its image processor, and
+digests of its tokenizer.
 A checkpoint stores it in state.json under `frozen`, a run in environment.json under `trained_on`, and `final/` and
 exports of adapters in trained_on.json. Every command that opens such a folder compares it here. Edits that change no
 result are not differences: other places and formats of the same weights, keys of config.json that no model reads, and
@@ -9,6 +10,7 @@ defaults that are written out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +45,7 @@ HARMLESS_OF_PROCESSOR = {
     *("image_processor_type", "feature_extractor_type", "processor_class", "_processor_class", "_valid_processor_keys"),
     *("use_fast", "backend", "return_tensors", "device", "disable_grouping", "data_format", "input_data_format"),
 }
+TOKENIZER_PARTS = {"vocabulary": "tokenizer", "template": "chat template"}  # key of an entry -> its name in messages
 READ_ANYWAY = ("quantization_config",)  # read by transformers although no configuration declares it
 
 
@@ -107,7 +110,8 @@ def differences(
         name: Name or folder of the model.
         revision: Its commit, if it is on the hub.
         now: `identity_of` a recipe with this model, if it is known.
-        parts: What is compared. Weights are compared only if they were frozen.
+        parts: What is compared, of weights, config, processor, vocabulary and template. Weights are compared only if
+            they were frozen. The last two are for folders without a tokenizer of their own; a resume compares rows.
 
     Returns:
         One sentence for each difference; empty if there is none, or if the model is not on this machine.
@@ -131,6 +135,9 @@ def differences(
     old, new = stored.get("processor"), now.get("processor")
     if "processor" in parts and old is not None and new is not None and (changes := _changes(old, new)):
         found.append(f"the image processor of {name} is not the one of the run ({'; '.join(changes)})")
+    for part, called in TOKENIZER_PARTS.items():
+        if part in parts and stored.get(part) and now.get(part) and stored[part] != now[part]:
+            found.append(f"the {called} of {name} is not the one of the run")
     return found
 
 
@@ -185,6 +192,7 @@ def _identity(name: str, revision: str | None, frozen: bool, reads_images: bool)
         "frozen": frozen,
         "config": _without_harmless(read_object(folder / "config.json") or {}),
         "weights": weights_digest(folder, frozen=frozen),
+        **_tokenizer_digests(folder),
     }
     return entry | {"processor": _processor_settings(folder)} if reads_images else entry
 
@@ -198,6 +206,32 @@ def _processor_settings(folder: Path) -> dict[str, Any]:
             named = {key: value for key, value in settings.items() if value is not None}
             return {key: value for key, value in named.items() if key not in HARMLESS_OF_PROCESSOR}
     return {}
+
+
+def _tokenizer_digests(folder: Path) -> dict[str, str]:
+    """Return digests of the ids that a tokenizer gives to texts, and of its chat template, if tokenizer.json has them.
+
+    They do not depend on how a version of transformers writes the files.
+    """
+    file = read_object(folder / "tokenizer.json") or {}
+    model = file.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        return {}
+    merges, added = model.get("merges"), file.get("added_tokens")
+    merges = merges if isinstance(merges, list) else []
+    pairs = [" ".join(map(str, pair)) if isinstance(pair, list) else pair for pair in merges]  # versions write both
+    added = added if isinstance(added, list) else []
+    tokens = sorted(([each.get("id"), each.get("content")] for each in added if isinstance(each, dict)), key=str)
+    path = folder / "chat_template.jinja"
+    template = (read_object(folder / "tokenizer_config.json") or {}).get("chat_template")
+    template = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else template
+    digests = {"vocabulary": _digest([model["vocab"], pairs, tokens])}
+    return digests if template is None else digests | {"template": _digest(template)}
+
+
+def _digest(value: Any) -> str:
+    """Return a short digest of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _is_whole(entry: Mapping[str, Any]) -> bool:

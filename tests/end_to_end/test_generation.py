@@ -173,6 +173,7 @@ def test_generate_from_an_adapter_with_another_base_is_refused(ftcli: RunCli, in
     (inputs / "chats.jsonl").write_text(chats)
     assert code == 0 and "warning: the evaluation rows are not those of the run" in err, err
     checkpoint, file = checkpoint_path(Path("beside"), 4), base / "model.safetensors"
+    assert_another_tokenizer_is_noticed(ftcli, checkpoint, base)
     content = file.read_bytes()
     file.write_bytes(content[:-2] + bytes([content[-2] ^ 0x40, content[-1]]))
     code, out, err = ftcli("generate", checkpoint, "--prompt", "alpha", "--max-new-tokens", 2)
@@ -202,6 +203,30 @@ def test_generate_from_an_adapter_with_another_base_is_refused(ftcli: RunCli, in
     assert code == 0, err
     code, _, err = ftcli("train", "r.yaml", "--output", "third", *again[:-1], f"model.name={moved}", "--dry-run")
     assert code == 0 and "are not those" not in err, err
+
+
+def assert_another_tokenizer_is_noticed(ftcli: RunCli, checkpoint: Path, base: Path) -> None:
+    """Check that a checkpoint is not opened with other ids of tokens, and that another chat template is told."""
+    file, template = base / "tokenizer.json", base / "chat_template.jinja"
+    before, text = file.read_text(), template.read_text()
+    values = json.loads(before)
+    vocabulary = values["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(values))
+    changed = f"the tokenizer of {base} is not the one of the run"
+    for command in (["generate", checkpoint, "--prompt", "alpha"], ["export", checkpoint, "exported"]):
+        code, _, err = ftcli(*command)
+        assert code == 2 and changed in err and not Path("exported").exists(), err
+    given = ["--set", "adapter.type=lora", "--set", "adapter.path=beside/final", "--set", f"model.name={base}"]
+    code, _, err = ftcli("train", "r.yaml", "--output", "told", *given, "--dry-run")
+    assert code == 0 and f"warning: adapter.path: {changed}" in err, err
+    file.write_text(json.dumps(json.loads(before), indent=4))  # the same tokenizer
+    template.write_text(text + "!")
+    code, _, err = ftcli("generate", checkpoint, "--prompt", "alpha", "--max-new-tokens", 1)
+    assert code == 0 and f"warning: the chat template of {base} is not the one of the run" in err, err
+    template.write_text(text)
+    code, _, err = ftcli("generate", checkpoint, "--prompt", "alpha", "--max-new-tokens", 1)
+    assert code == 0 and "of the run" not in err, err
 
 
 @pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "pretrain"])

@@ -16,6 +16,7 @@ from ftcli.__main__ import main
 from ftcli.checkpoint.folder import read_state, update_state
 from ftcli.config.load import load_recipe
 from ftcli.data.fingerprints import FORMULA, legacy_fingerprints
+from ftcli.data.revisions import resolve
 from ftcli.launch.worker import evaluate_run
 from ftcli.loop import steps
 from ftcli.runtime.checkpoint_names import checkpoints_of
@@ -26,6 +27,7 @@ from ftcli.testing import run_on_cpu
 from ftcli.training.checkpointing import save_checkpoint
 from ftcli.training.final_weights import save_final
 from ftcli.training.own_loop import prepare
+from ftcli.training.setup import _Start
 
 from ..support.cells import cell
 from ..support.recipes import recipe_values
@@ -284,9 +286,14 @@ def test_resume_with_another_image_processor_is_refused_until_accepted(inputs: P
     again = prepare(recipe, cpu=True, resume=checkpoint, resume_anyway=True)
     assert again.first_step == 1
     assert any("resuming with another base: the image processor of" in line for line in again.log_lines)
+    state, folder = read_state(checkpoint), tmp_path / "run"
+    start = _Start(recipe, resolve(recipe, state), None, {}, checkpoint, state)  # the model was downloaded only now
+    with pytest.raises(InputError, match="the image processor of .*vit is not the one of the run"):
+        start.checked_base(anyway=False)
+    assert start.checked_base(anyway=True) is not None
     save_final(run)
     with pytest.raises(InputError, match=r"the image processor of .*vit is not the one of the run \(image_mean: "):
-        evaluate_run(tmp_path / "run", cpu=True)
+        evaluate_run(folder, cpu=True)
 
 
 def test_resume_with_other_evaluation_rows_is_refused_until_accepted_and_leaves_training_steps_unchanged(

@@ -72,8 +72,8 @@ ENVIRONMENT = {
     "processes": "Number of processes.",
     "launched": "`ftcli` if ftcli started the processes, else `directly`.",
     "resolution": "Commits of the models and data sets on the hub.",
-    "trained_on": "What the model was before training: name, commit, configuration, digest of weights; and digests of "
-    "the rows. Commands that open the run compare it.",
+    "trained_on": "What the model was before training: name, commit, configuration, digests of weights and tokenizer; "
+    "and of the rows. Commands that open the run compare it.",
     "seconds_to_first_step": "Seconds from the start of the launch to the end of its first step.",
 }
 

@@ -96,14 +96,15 @@ def test_train_stopped_before_sampling_samples_once_after_the_resume(ftcli: RunC
     best = 'checkpoint.keep_best={"metric": "answer_tokens", "direction": "min"}'
     short = [w for key in ("evaluate.every_steps=1", "train.max_steps=3", best) for w in ("--set", key)]
     assert ftcli("train", "r.yaml", "--output", "whole", *short)[0] == 0
-    launches = 0
+    launches, named = 0, []
     while not (inputs / "stopped" / "final").is_dir():
         code, _, err = ftcli(
             "train", "r.yaml", "--output", "stopped", "--resume", "auto", *short, "--set", "train.max_minutes=0.00001"
         )
         assert code in (0, 75), err
         launches += 1
-    assert launches >= 3
+        named += [code] * ("best checkpoint: step" in err)
+    assert launches >= 3 and set(named) == {0, 75}  # when a run stops, and when it is done
     samples, metrics = (
         [rows((inputs / run / f"{name}.jsonl").read_text()) for run in ("stopped", "whole")]
         for name in ("samples", "metrics")

@@ -99,6 +99,31 @@ def test_differences_of_an_image_processor_name_the_setting(model: Path) -> None
     assert "image_mean: [0.5, 0.5, 0.5] -> [0.1, 0.5, 0.5]" in found(images, model) and found(text, model) == ""
 
 
+def test_differences_of_a_tokenizer_are_its_ids_and_its_chat_template_in_any_form_of_the_files(model: Path) -> None:
+    def tokenizer(ids: dict[str, int], merges: Any, added: Any) -> str:
+        vocabulary = {"model": {"vocab": ids, "merges": merges}, "added_tokens": added}
+        (model / "tokenizer.json").write_text(json.dumps(vocabulary))
+        parts = ("vocabulary", "template")
+        return "\n".join(differences(stored, str(model), None, parts=parts))
+
+    stored: dict[str, Any] | None = None
+    ids, end = {"a": 0, "b": 1, "ab": 2}, {"id": 3, "content": "<end>"}
+    tokenizer(ids, ["a b"], [end])
+    stored = identity_of(recipe_of(model))
+    assert tokenizer({"ab": 2, "b": 1, "a": 0}, [["a", "b"]], [end | {"lstrip": False}]) == ""
+    other = f"the tokenizer of {model} is not the one of the run"
+    for changed in (({**ids, "a": 1, "b": 0}, ["a b"], [end]), (ids, [], [end]), (ids, ["a b"], [end | {"id": 4}])):
+        assert tokenizer(*changed) == other
+    assert tokenizer(ids, 3, [7, None]) == other  # loading it reports the damage
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    edit(model / "tokenizer_config.json", chat_template=template)
+    assert tokenizer(ids, ["a b"], [end]) == ""  # where older versions of transformers write it
+    edit(model / "tokenizer_config.json", chat_template=template + "!")
+    assert tokenizer(ids, ["a b"], [end]) == f"the chat template of {model} is not the one of the run"
+    assert found(stored, model) == ""  # a resume compares rows instead
+
+
 def test_config_changes_of_code_of_its_own_compares_the_keys_in_the_file() -> None:
     old = {"model_type": "own", "auto_map": {"AutoConfig": "x.Y"}, "depth": 2}
     assert config_changes(old, dict(old)) == []

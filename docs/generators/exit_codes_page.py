@@ -24,7 +24,8 @@ MEANINGS = {
     ),
     "EXIT_RESUME": (
         f"{EXIT_RESUME}",
-        "The run was stopped by a signal, by the file `stop` in the run folder, or by `train.max_minutes`.",
+        "The run was stopped by a signal, by the file `stop` in the run folder, or by `train.max_minutes`. "
+        "A batch system sends a signal when it preempts a job or its time limit is near.",
         "Run the same command with `--resume auto`.",
     ),
     "EXIT_SIGNAL": (

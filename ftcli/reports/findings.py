@@ -182,6 +182,13 @@ def _find_missing_ends(prepared: Prepared, train: Measures) -> Iterator[Finding]
             "only the tokenizer continue",
         )
         return
+    if not properties_of(prepared.task).formats and not hasattr(prepared.task, "answer_ends"):
+        yield Finding(  # a task of the user, which may train something other than answers
+            "warning",
+            f"no row ends with a trained end token {token}: the model would not learn to stop",
+            "let `encode` add and train it, unless the model need not generate text",
+        )
+        return
     yield Finding(
         "error",
         f"no answer ends with the end token {token}: the model would not learn to stop",

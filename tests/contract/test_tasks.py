@@ -88,6 +88,16 @@ def test_check_task_names_every_check_that_a_task_fails(inputs: Path, tmp_path: 
     assert lines == ["loss_is_additive", "padding_has_no_effect", "evaluation_adds_up_to_the_loss"]
 
 
+def test_check_task_with_another_shape_of_the_loss_names_the_shape(inputs: Path, tmp_path: Path) -> None:
+    body = "    def loss(self, model, batch):\n        return super().loss(model, batch)[:, None]\n"
+    with pytest.raises(AssertionError) as failed:
+        check_task(own_task(tmp_path / "shape.py", inputs, body, base="text_classification", data="texts.jsonl"))
+    assert str(failed.value) == (
+        "parts_are_in_row_order: `loss` returned values of shape [5, 1], not [5]: return one value per row, in the "
+        "order of the rows, or their sum"
+    )
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

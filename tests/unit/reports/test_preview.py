@@ -295,6 +295,42 @@ def test_preview_of_missing_end_tokens_and_double_start_tokens_warns(write: Writ
     )
 
 
+OWN_TASK = """
+from pydantic import BaseModel, ConfigDict
+
+from ftcli.models.tokenizer import load_tokenizer
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+class Task:
+    item, columns, auto_class, peft_type = "token", ("text",), "AutoModelForCausalLM", "CAUSAL_LM"
+
+    def __init__(self, recipe, options):
+        self.tokenizer = load_tokenizer(recipe.model)
+
+    def fingerprint(self):
+        return ""
+
+    def survey(self, rows):
+        return {}
+
+    def encode(self, row, facts):
+        ids = self.tokenizer(row["text"])["input_ids"]
+        return [{"input_ids": ids, "trained": [True] * len(ids), "items": len(ids) - 1}]
+"""
+
+
+def test_preview_of_missing_end_tokens_with_a_task_without_answers_only_warns(write: Write, tmp_path: Path) -> None:
+    recipe = write([{"text": f"number {i}"} for i in range(4)])
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"task": str(tmp_path / "own.py")}))
+    findings = [(finding.level, finding.what) for finding in survey_data(recipe).findings]
+    assert findings == [
+        ("warning", "no row ends with a trained end token <|im_end|>: the model would not learn to stop")
+    ]
+
+
 def measured(prepared: Any) -> Any:
     from ftcli.reports.row_statistics import measure, read_vocabulary
 

@@ -6,9 +6,9 @@ same draw.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +23,17 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
             yield getattr(node, "lineno", 1), text
 
 
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+
+
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, source) of every call that builds an error or a line of the log."""
+    """Yield (line, source) of every call that builds an error or a line of the log, if its words are in the call."""
     source = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if name in MESSAGE_CALLS:
+            if name in MESSAGE_CALLS and any(_is_text(part) for part in ast.walk(node)):
                 yield node.lineno, ast.get_source_segment(source, node) or ""
 
 
@@ -46,4 +50,6 @@ def main(seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", type=int, help="number that selects the draw")
+    main(parser.parse_args().seed)

@@ -245,7 +245,15 @@ def _merge_module(layer: Any) -> dict[str, Tensor]:
 
 
 def adapter_weights(model: Any, stored: CheckpointReader) -> dict[str, Tensor]:
-    """Return the trained weights of an adapter run from a checkpoint, by name in the model."""
+    """Read the trained weights of an adapter run from a checkpoint.
+
+    Args:
+        model: The model with its adapter. The trained parameters of it require gradients.
+        stored: The checkpoint.
+
+    Returns:
+        The weights by parameter name, in the dtype of the parameters.
+    """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return {name: _read(stored, "weight", name, parameter, parameter.dtype) for name, parameter in trained.items()}
 

@@ -56,7 +56,7 @@ def cached_lengths(recipe: Recipe) -> list[int]:
 
 
 def _record(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the stored record of a recipe's rows, unless files that they name have changed since."""
+    """Return the stored record of a recipe's rows; None if it is missing or files that the rows name have changed."""
     record = read_object(counts_file(recipe))  # None also for a file that a power cut left empty
     if record is None:
         return None

@@ -100,7 +100,7 @@ def measure_collectives(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _time_collective(name: str, size: int, device: torch.device) -> tuple[float, float]:
-    """Return the slowest rank's seconds for the first call, and its mean for later calls. A collective."""
+    """Return the seconds of the first call and the mean of later calls, of the slowest rank. A collective."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(size // FLOAT, device=device)
     part = torch.zeros(size // FLOAT // ranks, device=device)

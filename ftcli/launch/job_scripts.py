@@ -133,7 +133,10 @@ def render_job(job: Job, system: str, template: Path | None, placeholders: Mappi
     values = job.values(placeholders.get("ftcli", ftcli))
     further = {name: value for name, value in placeholders.items() if name != "ftcli"}
     if known := sorted(values.keys() & further.keys()):
-        raise InputError(f"--placeholder {known[0]}: ftcli sets this one itself", hint="use the option of its name")
+        raise InputError(
+            f"--placeholder {known[0]}: ftcli sets this placeholder itself",
+            hint="use the options of ftcli submit instead",
+        )
     text = _render(path, where, values | further)
     lines = text.splitlines()
     secret = [number for number, line in enumerate(lines, 1) if redact(line) != line]

@@ -100,5 +100,7 @@ def claim_new(folder: RunFolder) -> None:
     """Claim a folder, which must be new or empty, so that no earlier result is overwritten."""
     path = folder.path
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} already holds something", hint="choose a new folder with --output, or remove it")
+        raise InputError(
+            f"{path} exists and is not an empty folder", hint="name another folder with --output, or remove it"
+        )
     folder.claim()

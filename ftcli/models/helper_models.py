@@ -29,7 +29,7 @@ RANDOM = "random"  # name of a helper with random weights, which has no files
 def helper_names(recipe: Recipe) -> dict[str, str]:
     """Return the names of a recipe's helper models by key, such as {"task_options.recogniser": "./recogniser"}.
 
-    Random ones are left out. A custom task that is not imported yet has none.
+    Models with random weights are left out. The result is empty for a custom task that is not imported yet.
 
     Args:
         recipe: The recipe.

@@ -148,7 +148,7 @@ class Shape:
         return self.layers * (self.layer_weights + 2 * self.hidden) + tables + self.hidden
 
     def adapter_weights(self, r: int) -> int:
-        """Return the elements of a LoRA adapter of rank `r` on every matrix of the layers."""
+        """Return the number of weights of a LoRA adapter of rank `r` on every matrix of the layers."""
         sides = [(self.hidden, self.attention), (self.attention, self.hidden), *[(self.hidden, self.keys)] * 2]
         sides += [(self.hidden, self.inner)] * (3 if self.has_gate else 2)
         return self.layers * r * sum(a + b for a, b in sides)

@@ -80,7 +80,9 @@ def trained_on(folder: Path) -> dict[str, Any] | None:
     for path in (folder / TRAINED_ON, folder / "final" / TRAINED_ON):
         if (entry := read_object(path)) is not None:
             if entry.get("formula") == FORMULA and not _is_whole(entry):
-                raise InputError(f"{path} is damaged", hint="restore it; without it the base is not compared")
+                raise InputError(
+                    f"{path} is damaged", hint="restore the file; without it the base model is not compared"
+                )
             return entry
     for path in (folder / ENVIRONMENT, folder.parent / ENVIRONMENT):
         if (entry := (read_object(path) or {}).get("trained_on")) is not None:

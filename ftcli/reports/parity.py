@@ -243,7 +243,9 @@ def combinations(
 def _claim_folder(folder: Path) -> None:
     """Claim a folder, which must be new or empty, so that no earlier comparison is overwritten."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} already holds something", hint="choose a new folder with --output, or remove it")
+        raise InputError(
+            f"{folder} exists and is not an empty folder", hint="name another folder with --output, or remove it"
+        )
     RunFolder(folder).claim()
 
 

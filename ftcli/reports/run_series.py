@@ -148,7 +148,7 @@ def extremes(run: RunRecord, panel: Panel) -> list[tuple[str, list[int], list[fl
 
     Args:
         run: The run.
-        panel: The chart. There are no such curves unless it has several ranks of the run.
+        panel: The chart. The result is empty unless the chart shows several ranks of the run.
     """
     steps, ranks = _by_rank(run, panel) if len(panel.columns) > 1 else ([], [])
     if not any(len(values) > 1 for values in ranks):

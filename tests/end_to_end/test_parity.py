@@ -77,7 +77,7 @@ def test_parity_of_two_profiles_and_two_micro_sizes_holds(inputs: Path) -> None:
     weights = json.loads((output / "ddp-x2-micro-3" / "start.json").read_text())["weights"]
     assert "classifier.weight" in weights
     again = parity(inputs, "right.yaml", "--profiles", "single,ddp")
-    assert again.returncode == 2 and "right-parity already holds something" in again.stderr
+    assert again.returncode == 2 and "right-parity exists and is not an empty folder" in again.stderr
 
 
 def test_parity_with_a_dropped_row_names_step_and_quantity(inputs: Path) -> None:

@@ -67,7 +67,7 @@ def test_trace_of_one_process_writes_its_files_and_no_run(
     assert sorted(path.name for path in folder.iterdir()) == ["all-ranks.trace.json.gz", *FILES]
     assert not (inputs / "runs" / "right").exists()
     again = run_cli("trace", "right.yaml", "--cpu")
-    assert again.code == 2 and "right-trace already holds something" in again.err
+    assert again.code == 2 and "right-trace exists and is not an empty folder" in again.err
 
 
 @pytest.mark.slow

@@ -86,8 +86,8 @@ def _positions(
 ) -> Iterable[tuple[int, int | None]]:
     """Return (index, position of the end of its content in the text) of messages.
 
-    All are marked in one rendering. If the template changes its text for the marks, each message is changed alone, and
-    the position is that of the first difference.
+    All suspects are marked in one rendering. If the template changes its text for the marks, each message is changed
+    alone, and the position is that of the first difference.
     """
     if not suspects:
         return []

@@ -108,7 +108,7 @@ def test_submit_signals_before_half_of_a_short_time() -> None:
         ({"profile": "ddp", "gpus_per_node": 4}, "4 processes"),
         ({"overrides": ["data.train=absent.jsonl"]}, "absent.jsonl"),
         ({"overrides": ["optimizer.learning_rat=1"], "profile": "fsdq"}, "'fsdq' is neither a profile file nor"),
-        ({"placeholders": {"nodes": "3"}}, "--placeholder nodes: ftcli sets this one itself"),
+        ({"placeholders": {"nodes": "3"}}, "--placeholder nodes: ftcli sets this placeholder itself"),
         ({"template": "absent.sh"}, "--template absent.sh: No such file"),
     ],
 )

@@ -157,5 +157,5 @@ def test_trained_on_of_a_damaged_file_beside_an_adapter_names_it(
     write_trained_on(tmp_path, identity_of(recipe_of(model)))
     assert trained_on(tmp_path) is not None
     edit(tmp_path / "trained_on.json", **damage)
-    with pytest.raises(InputError, match=r"trained_on\.json is damaged\n.*the base is not compared"):
+    with pytest.raises(InputError, match=r"trained_on\.json is damaged\n.*the base model is not compared"):
         trained_on(tmp_path)

@@ -239,7 +239,7 @@ def test_parity_in_a_launched_process_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_parity_into_a_used_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "report.txt").write_text("mine")
-    with pytest.raises(InputError, match="already holds something"):
+    with pytest.raises(InputError, match="exists and is not an empty folder"):
         parity._claim_folder(tmp_path)
     parity._claim_folder(tmp_path / "new" / "one")
     assert (tmp_path / "new" / "one").is_dir()

@@ -200,11 +200,9 @@ def parts_are_in_row_order(case: TaskCase) -> None:
     values = case.contributions(batch | ({IDS: ids.numpy()} if has_first_pass(case.task) else {})).terms[0].detach()
     if values.ndim == 0:  # a task may return the sum, for recipes with one source
         return
-    _expect(
-        values.shape == sources.shape,
-        f"`loss` returned values of shape {list(values.shape)}, not {list(sources.shape)}: return one value per "
-        f"{'item' if case.task.item == 'token' else 'row'}, in the order of the rows, or their sum",
-    )
+    each, shape = "item" if case.task.item == "token" else "row", list(values.shape)
+    remedy = f"return one value per {each}, in the order of the rows, or their sum"
+    _expect(values.shape == sources.shape, f"`loss` returned shape {shape}, not {list(sources.shape)}: {remedy}")
     by_row = sum_by_source(values.sum(), values, sources, len(indices))[1:].tolist()
     for index, row_loss in zip(indices, by_row, strict=True):
         expected = 0.0 if index == PADDING else float(case.first(index).sum())

@@ -93,7 +93,7 @@ def test_check_task_with_another_shape_of_the_loss_names_the_shape(inputs: Path,
     with pytest.raises(AssertionError) as failed:
         check_task(own_task(tmp_path / "shape.py", inputs, body, base="text_classification", data="texts.jsonl"))
     assert str(failed.value) == (
-        "parts_are_in_row_order: `loss` returned values of shape [5, 1], not [5]: return one value per row, in the "
+        "parts_are_in_row_order: `loss` returned shape [5, 1], not [5]: return one value per row, in the "
         "order of the rows, or their sum"
     )
 

@@ -70,6 +70,8 @@ ROPE = "nvidia-triton"
 
 def on_rank(cell: Cell, inputs: Inputs, started: float) -> Measured:
     """Train a cell on this process."""
+    if cell.without:
+        os.environ["FTCLI_WITHOUT_PATCHES"] = cell.without
     if cell.peer == "unsloth":  # Unsloth must be imported before the libraries that it patches
         os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -207,6 +209,7 @@ def arguments(words: list[str] | None) -> tuple[dict[str, Any], Path, Path, Path
     parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")
     parser.add_argument("--learning-rate", type=float, default=Cell.learning_rate)
     parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--without", default="", help="a patch of other libraries that ftcli leaves out")
     parser.add_argument("--label", default="", help="what distinguishes this line in the tables")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--facts", type=Path, required=True)

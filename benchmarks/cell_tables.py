@@ -3,8 +3,9 @@ r"""Write the speed tables and plots from the lines that cell.py wrote.
     python benchmarks/cell_tables.py benchmarks/speed.jsonl [MORE ...] [--readme benchmarks/README.md] \
         [--tables benchmarks/tables.md] [--plots FOLDER]
 
-Prints Markdown: the goals with their results, a table for each cell, and the ladder: lines of ftcli with the label
-`ladder`, which differ in one setting. `--tables` writes this text between the two marks of a file. `--readme` writes
+Prints Markdown: the goals with their results, a table for each cell, the ladder, and the patches. The ladder has lines
+of ftcli with the label `ladder`, which differ in one setting. Patches are lines with the label `patches`: each leaves
+out one optional patch of other libraries, and is compared with the line that has all of them. `--tables` writes this text between the two marks of a file. `--readme` writes
 the summary: ftcli's fastest line of each cell, and the goals. `--plots` (needs matplotlib: pip install
 'ftcli[notebook]') draws each cell: speeds as bars, and the losses of all peers in one plot.
 """
@@ -26,6 +27,7 @@ from cells.goals import EXTRAS, PLAIN, SPEED, judge  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
 LONG = 200  # steps of a long run
+PATCHES = "patches"  # label of lines that leave out a patch, and of the line they are compared with
 LADDERS = {"ladder": PLAIN, "ladder, extras": EXTRAS}  # label of lines that differ in one setting -> their base line
 SPEEDS = ["tokens/s a GPU", "trained", "rows/s a GPU", "of the reference", "MFU"]
 HEAD = ["", *SPEEDS, "step p50 (p95), ms", "GiB", "first step, s", "curve"]
@@ -58,6 +60,29 @@ def is_long(line: dict[str, Any]) -> bool:
 def without_ladder(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the lines of a cell without those of a ladder."""
     return [line for line in cell if line["label"] not in LADDERS]
+
+
+def patches(lines: list[dict[str, Any]]) -> list[str]:
+    """Return what each optional patch is worth: time and memory of a step without it, relative to a step with it."""
+    rows = [["patch left out", "cell", "step p50, ms", "with it", "GiB", "with it", "losses"], ["---"] * 7]
+    for line in lines:
+        same = [other for other in lines if is_base(other, line)]
+        if not line.get("without") or not same:
+            continue
+        base = min(same, key=lambda other: abs(other["time"] - line["time"]))
+        difference = max(abs(a / b - 1) for a, b in zip(line["losses"], base["losses"], strict=False))
+        settings = "".join(f", `{setting}`" for setting in line["settings"])
+        times = [f"{1000 * other['step p50']:.1f}" for other in (line, base)]
+        memory = [f"{other['peak allocated GiB']:.1f}" for other in (line, base)]
+        named = [f"`{line['without']}`", title_of(line) + settings]
+        rows.append([*named, *times, *memory, f"{difference:.0e}"])
+    return ["**Each optional patch left out** (docs/reference/patches.md)", "", *markdown(rows), ""] if rows[2:] else []
+
+
+def is_base(other: dict[str, Any], line: dict[str, Any]) -> bool:
+    """Return whether `other` has all patches and is the same cell as `line` otherwise."""
+    fields = ("cell", "peer", "label", "settings", "steps", "device")
+    return not other.get("without") and all(other[name] == line[name] for name in fields)
 
 
 def name_of(line: dict[str, Any]) -> str:
@@ -227,10 +252,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if missing := [str(path) for path in arguments.facts if not path.exists()]:
         parser.error(f"no such file: {', '.join(missing)}")
-    lines = judged([line for path in arguments.facts for line in read(path)])
+    every = [line for path in arguments.facts for line in read(path)]
+    lines = judged([line for line in every if line["label"] != PATCHES])
     cells = cells_of(lines)
+    left_out = patches([line for line in every if line["label"] == PATCHES])
     plots = [] if arguments.plots is None else draw(cells, arguments.plots)
-    parts = [*goals(lines), *(row for cell in cells for row in table(cell)), *ladder(cells), *plots, *versions(lines)]
+    parts = [*goals(lines), *(row for cell in cells for row in table(cell)), *ladder(cells)]
+    parts += [*left_out, *plots, *versions(lines)]
     text = "\n".join(parts)
     print(text)
     if arguments.tables is not None:

@@ -2,7 +2,8 @@
 # Measure the speed of ftcli, a bare Accelerate loop and TRL on the same weights and rows, on one, two or four GPUs.
 # Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md describes the results)
 # Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers, short,
-# short_trl, short_trl_halves; and for two GPUs without flash-attn: two_lora two_1b two_3b.
+# short_8b, short_trl, short_trl_halves, patches; and for two GPUs without flash-attn: two_lora two_1b two_3b two_shapes
+# two_patches two_where.
 # Groups that need more GPUs are left out.
 # WORK contains weights (1B 2.5 GB, 8B 16 GB); memory (/dev/shm/...) is faster than most disks. RESULTS receives
 # facts.jsonl, log-*.txt, and the profiles where-*.txt. EXTRAS names folders (A:B) with packages for some of the lines
@@ -172,6 +173,87 @@ two_3b() { # all weights of 3B in shards, without flash-attn
     more two_3b_zero3 150 "${at[@]}" --profile zero3 "${best[@]}"
 }
 
+two_where() { # profiles of the cells that miss their goals
+    has 2 two_where || return 0
+    local at=(--steps 9 --warm 3)
+    [ -n "${REHEARSAL:-}" ] && at+=(--cpu --shape tiny --length 128 --micro-size 2 --precision fp32)
+    more where_ddp 100 --shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --profile ddp --processes 2 \
+        "${best[@]}" "${at[@]}" --trace "$results/where-ddp-two-h100.txt"
+    more where_3b 150 --shape llama-3.2-3b --length 8192 --micro-size 1 --task pretrain --profile fsdp --processes 2 \
+        --learning-rate 1e-6 "${best[@]}" "${at[@]}" --trace "$results/where-3b-fsdp.txt"
+    more where_3b_bare 150 --shape llama-3.2-3b --length 8192 --micro-size 1 --task pretrain --profile fsdp \
+        --processes 2 --learning-rate 1e-6 --peer bare "${at[@]}" --trace "$results/where-3b-fsdp-bare.txt"
+    more where_lora_fsdp 150 --shape llama-3.1-8b --length 4096 --micro-size 2 --task pretrain --profile fsdp \
+        --processes 2 --lora 16 --learning-rate 1e-4 "${best[@]}" "${at[@]}" --trace "$results/where-lora-fsdp.txt"
+}
+
+two_shapes() { # ZeRO-3 beside FSDP2 on shapes that neither was tuned for
+    has 2 two_shapes || return 0
+    local shape size at profile
+    for shape in qwen3-0.6b:8 llama-3.2-1b:4; do
+        at=(--shape ${shape%:*} --length 4096 --micro-size ${shape#*:} --task pretrain --precision bf16 --processes 2)
+        [ -n "${REHEARSAL:-}" ] && at+=(--shape tiny --length 128 --micro-size 2 --precision fp32 --cpu)
+        for profile in fsdp zero3; do
+            more "shapes_${shape%:*}_$profile" 100 "${at[@]}" --profile $profile "${best[@]}"
+        done
+    done
+}
+
+patches() { # each optional patch left out, on one GPU
+    local name at=(--length 4096 --micro-size 4 --task pretrain --peer ftcli --label patches --steps 16)
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --micro-size 2 --cpu --peer ftcli --label patches --steps 8)
+    local small=("${at[@]}" --shape llama-3.2-1b --precision bf16_pure)
+    [ -n "${REHEARSAL:-}" ] && small=("${at[@]}" --precision fp32)
+    for name in "" compiled-layers fused-lengths foreach-gradients; do
+        more "patch_compiled_$name" 60 "${small[@]}" --set model.torch_compile=true --without "$name"
+    done
+    for name in "" liger-kernels liger-rotary; do
+        more "patch_plain_$name" 60 "${small[@]}" --set model.torch_compile=false --without "$name"
+    done
+    for name in "" attention-schemas; do
+        more "patch_selective_$name" 60 "${small[@]}" --set model.torch_compile=false \
+            --set model.gradient_checkpointing=selective --without "$name"
+    done
+    for name in "" compiled-checkpoints; do
+        more "patch_full_$name" 60 "${small[@]}" --set model.torch_compile=true \
+            --set model.gradient_checkpointing=full --without "$name"
+    done
+    for name in "" views-of-weights; do
+        more "patch_host_$name" 60 "${small[@]}" --set model.torch_compile=false \
+            --set model.gradient_checkpointing=full --set model.activation_offloading=true --without "$name"
+    done
+    for name in "" padding-masks; do
+        more "patch_padded_$name" 60 "${at[@]}" --shape bert-base --length 128 --micro-size 32 \
+            --task text_classification --precision bf16 --without "$name"
+    done
+}
+
+two_two_shapes() { # ZeRO-3 beside FSDP2 on shapes that neither was tuned for
+    has 2 two_shapes || return 0
+    local shape size at profile
+    for shape in qwen3-0.6b:8 llama-3.2-1b:4; do
+        at=(--shape ${shape%:*} --length 4096 --micro-size ${shape#*:} --task pretrain --precision bf16 --processes 2)
+        [ -n "${REHEARSAL:-}" ] && at+=(--shape tiny --length 128 --micro-size 2 --precision fp32 --cpu)
+        for profile in fsdp zero3; do
+            more "shapes_${shape%:*}_$profile" 100 "${at[@]}" --profile $profile "${best[@]}"
+        done
+    done
+}
+
+patches() { # each optional patch of FSDP2 and ZeRO-3 left out
+    has 2 two_patches || return 0
+    local name at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16 --steps 14)
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --micro-size 2 --task pretrain --cpu --precision fp32 --steps 8)
+    at+=(--processes 2 --peer ftcli --set model.torch_compile=true --label patches)
+    for name in "" fsdp-16-bit-gradients fsdp-small-unit; do
+        more "patch_fsdp_$name" 90 "${at[@]}" --profile fsdp --without "$name"
+    done
+    for name in "" zero3-16-bit-gradients zero3-16-bit-weights zero3-compiled-linear zero3-rounded-shards zero3-step \
+        zero3-gather-stream; do
+        more "patch_zero3_$name" 90 "${at[@]}" --profile zero3 --without "$name"
+    done
+}
+
 pairs() { # preference, beside TRL's DPOTrainer
     local shape size at
     for shape in qwen3-0.6b llama-3.2-1b; do
@@ -246,6 +328,18 @@ short_trl() { # the last rows beside TRL, in one process: packages of EXTRAS are
         --set log.every_steps=1 --set model.use_liger_kernel=false
     more trl_best 90 "${at[@]}" --micro-size 8 --peer trl
     more trl_default 100 "${at[@]}" --micro-size 8 --peer trl-default
+}
+
+short_8b() { # all lines of the last rows in one lease; every step is logged, as in the recipe that init writes
+    local at=(--shape llama-3.1-8b --length 4096 --median 330 --task sft --precision bf16 --lora 16 --learning-rate 1e-4)
+    local steps=(--steps 20 --warm 5) auto=(--peer ftcli --set batch.micro_size=auto --set log.every_steps=1)
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --median 30 --cpu --precision fp32 --task sft --lora 4)
+    at+=(--micro-size 8)
+    more s8_ftcli 130 "${at[@]}" "${auto[@]}" --label "as init writes it" --set model.use_liger_kernel=false
+    more s8_liger 90 "${at[@]}" "${auto[@]}" --label "with Liger"
+    more s8_trl 90 "${at[@]}" --peer trl
+    more s8_compiled 120 "${at[@]}" "${auto[@]}" --label compiled --set model.torch_compile=true
+    more s8_unsloth 120 "${at[@]}" --peer unsloth # its packages alone: another EXTRAS, with ONLY=s8_unsloth
 }
 
 short_trl_halves() { # if TRL runs out of memory with eight rows and nothing recomputed

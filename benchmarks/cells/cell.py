@@ -37,6 +37,7 @@ class Cell:
     traced: int = 0  # steps under the profiler, the last ones
     label: str = ""
     median: int = 0  # tokens of a row in the median; above 0 rows are short and not packed, at most `length` long
+    without: str = ""  # an optional patch of other libraries that ftcli leaves out (docs/reference/patches.md)
 
     @property
     def global_size(self) -> int:

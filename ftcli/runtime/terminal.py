@@ -6,6 +6,7 @@ rich is not used: its escape function leaves escape sequences in the text (docs/
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import sys
@@ -119,3 +120,9 @@ def _escape(char: str) -> str:
     return short.get(char) or (
         f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
     )
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text on one line in quotes, shortened to `most` characters."""
+    line = " ".join(text.split())
+    return json.dumps(line if len(line) <= most else line[: most - 1] + "\u2026", ensure_ascii=False)

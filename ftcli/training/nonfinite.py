@@ -18,6 +18,7 @@ import torch
 from ftcli.runtime.errors import RunError
 from ftcli.runtime.log import log_line
 from ftcli.runtime.seeds import PADDING
+from ftcli.training.step import HostCopy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,8 +39,7 @@ class _PendingStep:
 
     step: int
     ids: list[NDArray[np.int64]]  # of the rows of each micro-batch of this rank
-    values: Tensor  # `[2 + micro-batches]` on the host: norm, loss, and the loss sum of each micro-batch of this rank
-    arrived: torch.cuda.Event | None  # when the copy to the host is complete; None on the CPU
+    values: HostCopy  # `[2 + micro-batches]`: norm, loss, and the loss sum of each micro-batch of this rank
 
 
 class NonFiniteGuard:
@@ -78,12 +78,7 @@ class NonFiniteGuard:
             loss: Loss of the step, summed over all ranks.
             norm: Gradient norm of the step over all ranks.
         """
-        host_values = torch.stack([norm.detach().to(loss), loss, *losses]).to("cpu", non_blocking=True)
-        arrived = None
-        if loss.is_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._pending = _PendingStep(step, ids, host_values, arrived)
+        self._pending = _PendingStep(step, ids, HostCopy(torch.stack([norm.detach().to(loss), loss, *losses])))
 
     def is_good(self, loss: float, norm: float) -> bool:
         """Return whether loss and gradient norm are finite. Under fp16 the norm may overflow."""
@@ -101,9 +96,7 @@ class NonFiniteGuard:
         pending, self._pending = self._pending, None
         if pending is None:
             return not self.must_roll_back
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
-        norm, loss, *losses = pending.values.tolist()
+        norm, loss, *losses = pending.values.wait().tolist()
         if self.is_good(loss, norm):
             return True
         self._act(pending, f"step {pending.step}: loss {loss}, gradient norm {norm}", losses)

@@ -1,7 +1,8 @@
 """Report a run: metrics, tracker events, status, and progress on standard error.
 
 Only the main process writes; on other ranks calls do nothing. Values are read from the device only when a row of
-metrics is due. Progress is a bar on a terminal, and plain lines in a log file.
+metrics is due. On a GPU they are read one step later, so that the device has work meanwhile. Progress is a bar on a
+terminal, and plain lines in a log file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_RESUME
 from ftcli.runtime.load_monitor import gpu_uuid
 from ftcli.runtime.log import log_line
 from ftcli.runtime.redaction import redact
-from ftcli.runtime.terminal import printable
+from ftcli.runtime.terminal import printable, shortened
+from ftcli.training.run import due
 from ftcli.training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -44,9 +46,11 @@ class Reporter:
     Args:
         run: The run.
         quiet: Whether to write only files and trackers, and print nothing.
+        late: Whether to write a row during the next step. None: if a device computes beside the host, and not `quiet`,
+            because a user's loop may do anything between two steps.
     """
 
-    def __init__(self, run: Run, *, quiet: bool = False) -> None:
+    def __init__(self, run: Run, *, quiet: bool = False, late: bool | None = None) -> None:
         self.run, self.folder = run, run.folder if run.hardware.ranks.is_main else None
         self.main = run.hardware.ranks.is_main
         self.trackers = Trackers(run)
@@ -58,7 +62,8 @@ class Reporter:
         self._data_seconds = self._away = 0.0
         self._printed = self._stated = 0.0
         self._is_first = True  # the next step is the first of this launch
-        self._finished = False
+        self._late = not quiet and run.hardware.accelerator.device.type == "cuda" if late is None else late
+        self._unwritten: Step | None = None  # its row is due and is written during the next step
         self._graphs = GraphCounter() if run.compiled else None
 
     def __enter__(self) -> Reporter:
@@ -98,6 +103,8 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with contextlib.suppress(Exception):  # after an error the device may be lost
+            self._write_late_row()
         self.run.load.stop()
         if self.terminal:
             self._progress.stop()
@@ -126,6 +133,7 @@ class Reporter:
         Args:
             step: The finished step.
         """
+        self._write_late_row()
         if self._is_first and self.main and not self.quiet:
             self._report_first_step(step)
         self.number = self.run.load.step = step.number
@@ -136,16 +144,35 @@ class Reporter:
         self._data_seconds += step.data_seconds
         if not self.main:
             return
-        last = step.number == self.run.steps
-        if step.number % self.run.recipe.log.every_steps == 0 or last or step.stop:
-            row = self._row(step)
-            undone = self.run.recipe.faults.non_finite != "skip"
-            if undone and not self.run.guard.is_good(row["loss"], row["grad_norm"]):
-                return  # a step that is undone or ends the run has no row
-            self._write(row)
-            self._show(row, last=last or step.stop)
+        if due(step.number, self.run.recipe.log.every_steps, self.run.steps) or step.stop:
+            if self._late and not self._is_followed_by_pause(step):
+                step.begin_reading()
+                self._unwritten = step
+            else:
+                self._write_step(step)
         elif self.terminal:
             self._progress.update(self._bar, completed=step.number)
+
+    def _is_followed_by_pause(self, step: Step) -> bool:
+        """Return whether an evaluation, a checkpoint or the end follows a step, so that its row cannot wait."""
+        pauses = self.run.recipe.evaluate.every_steps, self.run.recipe.checkpoint.every_steps
+        return step.stop or any(due(step.number, every, self.run.steps) for every in pauses)
+
+    def _write_late_row(self) -> None:
+        """Write the row of the previous step if it was not written yet."""
+        step, self._unwritten = self._unwritten, None
+        if step is not None:
+            step.finish_reading()
+            self._write_step(step)
+
+    def _write_step(self, step: Step) -> None:
+        """Write and show the row of a step."""
+        row = self._row(step)
+        undone = self.run.recipe.faults.non_finite != "skip"
+        if undone and not self.run.guard.is_good(row["loss"], row["grad_norm"]):
+            return  # a step that is undone or ends the run has no row
+        self._write(row)
+        self._show(row, last=step.number == self.run.steps or step.stop)
 
     def _report_first_step(self, step: Step) -> None:
         """Print and record the seconds until the end of the first step, with loading and compilation."""
@@ -245,7 +272,7 @@ class Reporter:
             return
         for answer in answers[:SHOWN_ANSWERS]:
             self.print_line(
-                f"step {step}: {_short(answer.prompt.last_text, WIDEST // 2)} -> {_short(answer.text, WIDEST)}"
+                f"step {step}: {shortened(answer.prompt.last_text, WIDEST // 2)} -> {shortened(answer.text, WIDEST)}"
             )
         if self.folder is not None:
             if more := len(answers[SHOWN_ANSWERS:]):
@@ -312,12 +339,6 @@ class Reporter:
                 self.print_line(
                     f"done in {time.perf_counter() - self._started:.0f} s; nothing was written (no output folder)"
                 )
-
-
-def _short(text: str, most: int) -> str:
-    """Return a text on one line in quotes, shortened to `most` characters."""
-    line = " ".join(text.split())
-    return json.dumps(line if len(line) <= most else line[: most - 1] + "\u2026", ensure_ascii=False)
 
 
 def _peak_memory() -> int:

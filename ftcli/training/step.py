@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,29 @@ import torch
 
 if TYPE_CHECKING:
     from ftcli.training.terms import StepMeans
+
+
+class HostCopy:
+    """Values on their way from the device to the host.
+
+    The copy begins when the object is made. `wait` waits for the work that was queued before it, not for later work.
+
+    Args:
+        values: `[N]`, on any device.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=True)
+        self._arrived = None
+        if values.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        """Return the values on the host, after they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
 
 
 @dataclass
@@ -26,6 +49,19 @@ class Step:
     loss_tensor: torch.Tensor
     norm_tensor: torch.Tensor
     means: StepMeans  # sums and counts of the loss, its terms, its sources and the notes
+    _copy: HostCopy | None = field(default=None, init=False, repr=False)
+
+    def begin_reading(self) -> None:
+        """Start to copy all values to the host. `finish_reading` must follow before they are read."""
+        scalars = [self.loss_tensor.reshape(1), self.norm_tensor.detach().to(self.loss_tensor).reshape(1)]
+        self._copy = HostCopy(torch.cat([*scalars, self.means.sums]))
+
+    def finish_reading(self) -> None:
+        """Wait for the copies of `begin_reading`, but not for the step that the device computes meanwhile."""
+        assert self._copy is not None, "begin_reading was not called"
+        values = self._copy.wait()
+        self.loss_tensor, self.norm_tensor = values[0], values[1]
+        self.means = replace(self.means, sums=values[2:])
 
     @cached_property
     def loss(self) -> float:

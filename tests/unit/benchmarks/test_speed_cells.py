@@ -290,3 +290,27 @@ def test_replace_writes_between_the_marks(tmp_path: Path) -> None:
 def test_log_of_reads_old_and_new_names() -> None:
     old, new = {"told": {"facts": ["a", "b"]}}, {"details": {"log_lines": ["a", "b"]}}
     assert curves.log_of(old) == curves.log_of(new) == "a b"
+
+
+def patch_line(**fields: object) -> dict[str, object]:
+    cell = {"shape": "tiny", "profile": "fsdp"}
+    line = {"cell": cell, "peer": "ftcli", "label": cell_tables.PATCHES, "settings": [], "steps": 8, "device": "GPU"}
+    line |= {"shape": "tiny", "length": 8, "task": "sft", "lora": 0, "precision": "bf16", "profile": "fsdp"}
+    line |= {"processes": 2, "micro_size": 1, "accumulation": 1, "time": 0.0, "losses": [2.0], "without": ""}
+    return line | {"step p50": 0.1, "peak allocated GiB": 3.0} | fields
+
+
+def test_patches_are_compared_with_the_nearest_line_that_has_all_of_them() -> None:
+    lines = [
+        patch_line(),
+        patch_line(time=9.0, **{"step p50": 0.2}),
+        patch_line(time=8.0, without="liger-rotary", losses=[2.2], **{"step p50": 0.25, "peak allocated GiB": 4.0}),
+        patch_line(time=8.0, without="other-settings", settings=["a=b"]),
+    ]
+    (row,) = cell_tables.patches(lines)[4:-1]
+    assert "`liger-rotary`" in row
+    assert "| 250.0 | 200.0 | 4.0 | 3.0 | 1e-01 |" in row
+
+
+def test_patches_without_a_base_have_no_table() -> None:
+    assert cell_tables.patches([patch_line(without="liger-rotary")]) == []

@@ -5,9 +5,10 @@ r"""Write the speed tables and plots from the lines that cell.py wrote.
 
 Prints Markdown: the goals with their results, a table for each cell, the ladder, and the patches. The ladder has lines
 of ftcli with the label `ladder`, which differ in one setting. Patches are lines with the label `patches`: each leaves
-out one optional patch of other libraries, and is compared with the line that has all of them. `--tables` writes this text between the two marks of a file. `--readme` writes
-the summary: ftcli's fastest line of each cell, and the goals. `--plots` (needs matplotlib: pip install
-'ftcli[notebook]') draws each cell: speeds as bars, and the losses of all peers in one plot.
+out one optional patch of other libraries, and is compared with the line that has all of them. `--tables` writes this
+text between the two marks of a file. `--readme` writes the summary: ftcli's fastest line of each cell, and the goals.
+`--plots` (needs matplotlib: pip install 'ftcli[notebook]') draws each cell: speeds as bars, and the losses of all peers
+in one plot.
 """
 
 from __future__ import annotations

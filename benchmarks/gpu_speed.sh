@@ -228,19 +228,7 @@ patches() { # each optional patch left out, on one GPU
     done
 }
 
-two_two_shapes() { # ZeRO-3 beside FSDP2 on shapes that neither was tuned for
-    has 2 two_shapes || return 0
-    local shape size at profile
-    for shape in qwen3-0.6b:8 llama-3.2-1b:4; do
-        at=(--shape ${shape%:*} --length 4096 --micro-size ${shape#*:} --task pretrain --precision bf16 --processes 2)
-        [ -n "${REHEARSAL:-}" ] && at+=(--shape tiny --length 128 --micro-size 2 --precision fp32 --cpu)
-        for profile in fsdp zero3; do
-            more "shapes_${shape%:*}_$profile" 100 "${at[@]}" --profile $profile "${best[@]}"
-        done
-    done
-}
-
-patches() { # each optional patch of FSDP2 and ZeRO-3 left out
+two_patches() { # each optional patch of FSDP2 and ZeRO-3 left out
     has 2 two_patches || return 0
     local name at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16 --steps 14)
     [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --micro-size 2 --task pretrain --cpu --precision fp32 --steps 8)

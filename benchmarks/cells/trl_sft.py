@@ -73,10 +73,13 @@ def best(*, cpu: bool, short: bool = False) -> dict[str, Any]:
     }
 
 
-def as_dataset(rows: PackedRows, *, packed: bool = True) -> Any:
-    """Return the rows in TRL's format: input_ids, labels, and where they are packed the document lengths of each."""
+def as_dataset(rows: PackedRows, *, packed: bool = True, each: int = 1) -> Any:
+    """Return the rows in TRL's format: input_ids, labels, and where they are packed the document lengths of each.
+
+    With `each` above 1 so many neighbouring rows become one packed row.
+    """
     from datasets import Dataset
 
-    every = [rows.span(number, number + 1) for number in range(len(rows))]
+    every = [rows.span(number, number + each) for number in range(0, len(rows), each)]
     columns = {"input_ids": [row.ids.tolist() for row in every], "labels": [row.labels.tolist() for row in every]}
     return Dataset.from_dict(columns | ({"seq_lengths": [row.lengths.tolist() for row in every]} if packed else {}))

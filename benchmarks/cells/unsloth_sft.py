@@ -2,9 +2,10 @@
 
 Rows are passed packed, with the lengths of their documents. With `packing`, Unsloth's variable-length attention uses
 these lengths, so that documents do not attend to each other. Rows marked only as padding-free lose the lengths, and the
-first loss differs. Settings: `use_gradient_checkpointing` (false, true, or unsloth: layer inputs are kept in host
-memory), or a field of SFTConfig. Unsloth patches transformers, peft and trl when it is imported. Therefore `cell.py`
-runs its cells in one new process that has not imported them.
+first loss differs. Unsloth concatenates short rows by default, but not those that are tokenised already, so the short
+rows of a micro-batch are passed as one packed row. Settings: `use_gradient_checkpointing` (false, true, or unsloth:
+layer inputs are kept in host memory), or a field of SFTConfig. Unsloth patches transformers, peft and trl when it is
+imported. Therefore `cell.py` runs its cells in one new process that has not imported them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
         model = with_unsloth_adapter(FastLanguageModel, model, cell, inputs, recomputed)
     work = same_work(cell) | PACKED | {"packing": True, "max_length": tokens, "dataloader_num_workers": 2}
     if cell.median:
-        work |= {"packing": False, "padding_free": True}  # as Unsloth does by default
+        work |= {"per_device_train_batch_size": 1}  # the rows of a micro-batch, one after the other
     work |= {"logging_steps": 10}  # as in TRL and ftcli; Unsloth's default waits for the device in every step
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
@@ -57,7 +58,9 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
         trainer = watched(SFTTrainer, clock)(
             model=model,
             args=config,
-            train_dataset=as_dataset(PackedRows(inputs.rows, cell.global_size), packed=cell.median == 0),
+            train_dataset=as_dataset(
+                PackedRows(inputs.rows, cell.global_size), each=cell.micro_size if cell.median else 1
+            ),
             processing_class=tokenizer,
         )
         keeps_documents = bool(getattr(trainer.data_collator, "_unsloth_packing_wrapped", False))

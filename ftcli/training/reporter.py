@@ -31,7 +31,7 @@ from ftcli.training.trackers import Trackers
 if TYPE_CHECKING:
     from ftcli.inference.answers import Answer
     from ftcli.training.run import Run
-    from ftcli.training.step import Step
+    from ftcli.training.step import HostCopy, Step
 
 
 SHOWN_ANSWERS = 3  # answers in the log; samples.jsonl has all
@@ -63,7 +63,7 @@ class Reporter:
         self._printed = self._stated = 0.0
         self._is_first = True  # the next step is the first of this launch
         self._late = not quiet and run.hardware.accelerator.device.type == "cuda" if late is None else late
-        self._unwritten: Step | None = None  # its row is due and is written during the next step
+        self._unwritten: tuple[Step, HostCopy] | None = None  # the step whose row is written during the next one
         self._graphs = GraphCounter() if run.compiled else None
 
     def __enter__(self) -> Reporter:
@@ -146,8 +146,7 @@ class Reporter:
             return
         if due(step.number, self.run.recipe.log.every_steps, self.run.steps) or step.stop:
             if self._late and not self._is_followed_by_pause(step):
-                step.begin_reading()
-                self._unwritten = step
+                self._unwritten = step, step.begin_reading()
             else:
                 self._write_step(step)
         elif self.terminal:
@@ -160,9 +159,10 @@ class Reporter:
 
     def _write_late_row(self) -> None:
         """Write the row of the previous step if it was not written yet."""
-        step, self._unwritten = self._unwritten, None
-        if step is not None:
-            step.finish_reading()
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is not None:
+            step, copy = unwritten
+            step.finish_reading(copy)
             self._write_step(step)
 
     def _write_step(self, step: Step) -> None:

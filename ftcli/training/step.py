@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -49,17 +49,19 @@ class Step:
     loss_tensor: torch.Tensor
     norm_tensor: torch.Tensor
     means: StepMeans  # sums and counts of the loss, its terms, its sources and the notes
-    _copy: HostCopy | None = field(default=None, init=False, repr=False)
 
-    def begin_reading(self) -> None:
-        """Start to copy all values to the host. `finish_reading` must follow before they are read."""
+    def begin_reading(self) -> HostCopy:
+        """Start to copy all values to the host, and return the copy for `finish_reading`."""
         scalars = [self.loss_tensor.reshape(1), self.norm_tensor.detach().to(self.loss_tensor).reshape(1)]
-        self._copy = HostCopy(torch.cat([*scalars, self.means.sums]))
+        return HostCopy(torch.cat([*scalars, self.means.sums]))
 
-    def finish_reading(self) -> None:
-        """Wait for the copies of `begin_reading`, but not for the step that the device computes meanwhile."""
-        assert self._copy is not None, "begin_reading was not called"
-        values = self._copy.wait()
+    def finish_reading(self, copy: HostCopy) -> None:
+        """Wait for the copy of `begin_reading`, but not for the step that the device computes meanwhile.
+
+        Args:
+            copy: The copy. The properties of this step then read it instead of the device.
+        """
+        values = copy.wait()
         self.loss_tensor, self.norm_tensor = values[0], values[1]
         self.means = replace(self.means, sums=values[2:])
 

@@ -1,7 +1,8 @@
 """The steady loop never waits for the device: no operation that does so between two steps, under NCCL too.
 
 torch's own sync debug mode reports all waits except those of collectives. Intended waits are outside the measured
-block: the check of gradients (step 20, or the last), a log line, a save, an evaluation.
+block: the check of gradients (step 20, or the last), a save, an evaluation. Rows of metrics are written during the next
+step, so they cause no wait.
 ZeRO is left out: DeepSpeed reads the gradient norm on the host in every step.
 """
 
@@ -37,6 +38,8 @@ ON_ONE: dict[str, tuple[str, str | None, bool]] = {
     "vit": ("vit", None, False),
     "every loss is read": ("sft-tied", "packed", True),
 }
+WITH_ROWS = "a row of metrics in every step"
+ON_ONE[WITH_ROWS] = ("sft-tied", "packed", False)
 ON_TWO = ("packed", "padded")
 Heard = Callable[[str], list[dict[str, list[str]]]]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -63,13 +66,17 @@ def listening(places: list[str]) -> Iterator[None]:
 
 def all_waits(folder: Path, cases: list[str]) -> dict[str, list[str]]:
     """Return where the loop waited for the device in each of some cases: a start of ranks takes longer than a case."""
-    return {case: waits(folder, *ON_ONE[case]) for case in cases}
+    return {case: waits(folder, *ON_ONE[case], has_rows=case == WITH_ROWS) for case in cases}
 
 
-def waits(folder: Path, name: str, layout: str | None, reads: bool) -> list[str]:
-    """Return where the loop waited for the device in its steady steps; `reads`: the caller looks at every loss."""
+def waits(folder: Path, name: str, layout: str | None, reads: bool, *, has_rows: bool = False) -> list[str]:
+    """Return where the loop waited for the device in its steady steps.
+
+    `reads`: the caller looks at every loss. `has_rows`: a reporter writes a row of metrics for every step.
+    """
     from ftcli.loop import steps
     from ftcli.models.kernels import linear_cross_entropy
+    from ftcli.training.reporter import Reporter
     from ftcli.training.setup import prepare
 
     linear_cross_entropy.MAX_LOGITS_PER_CHUNK = 2**12  # logits in pieces, as large vocabularies have them
@@ -77,12 +84,14 @@ def waits(folder: Path, name: str, layout: str | None, reads: bool) -> list[str]
     run = prepare(cell(folder, name, train={"max_steps": STEPS}, **changes))
     assert run.hardware.accelerator.device.type == "cuda"
     places: list[str] = []
-    training = steps(run)
+    training, report = steps(run), Reporter(run, quiet=True, late=True)
     for _ in range(FIRST):
         next(training)
     with listening(places):
         for _ in range(FIRST, LAST):
             step = next(training)
+            if has_rows:
+                report.step(step)
             if reads:
                 float(step.loss_tensor)
     assert [step.number for step in training] == list(range(LAST + 1, STEPS + 1))

@@ -18,13 +18,14 @@ import importlib.util
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from cells.curves import REFERENCES, judged, read  # noqa: E402
-from cells.goals import EXTRAS, PLAIN, SPEED, judge  # noqa: E402
+from cells.goals import EXTRAS, PLAIN, RUN, SPEED, judge  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
 LONG = 200  # steps of a long run
@@ -81,9 +82,10 @@ def patches(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def is_base(other: dict[str, Any], line: dict[str, Any]) -> bool:
-    """Return whether `other` has all patches and is the same cell as `line` otherwise."""
+    """Return whether `other` has all patches, and is the same cell as `line` in the same run otherwise."""
     fields = ("cell", "peer", "label", "settings", "steps", "device")
-    return not other.get("without") and all(other[name] == line[name] for name in fields)
+    is_near = abs(other["time"] - line["time"]) < RUN
+    return not other.get("without") and is_near and all(other[name] == line[name] for name in fields)
 
 
 def name_of(line: dict[str, Any]) -> str:
@@ -93,6 +95,11 @@ def name_of(line: dict[str, Any]) -> str:
     parts = [line["label"], *(setting for setting in line["settings"] if not any(name in setting for name in implied))]
     variant = ", ".join(part for part in parts if part)
     return f"{line['peer']} ({variant})" if variant else str(line["peer"])
+
+
+def label_of(line: dict[str, Any]) -> str:
+    """Return the name of a line for a plot, on several lines if it is long."""
+    return textwrap.fill(name_of(line), 32, break_long_words=False)
 
 
 def title_of(line: dict[str, Any]) -> str:
@@ -212,21 +219,22 @@ def draw(cells: list[list[dict[str, Any]]], folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     shown = []
     for cell in cells:
-        figure = Figure(figsize=(11, 4), layout="constrained")
-        bars, curves = figure.subplots(1, 2)
         ordered = sorted(without_ladder(cell), key=lambda line: line[SPEED])
+        figure = Figure(figsize=(12, max(4.5, 0.7 * len(ordered))), layout="constrained")
+        bars, curves = figure.subplots(1, 2)
         colors = ["C0" if line["peer"] == "ftcli" else "0.7" for line in ordered]
-        drawn = bars.barh([name_of(line) for line in ordered], [line[SPEED] for line in ordered], color=colors)
+        drawn = bars.barh([label_of(line) for line in ordered], [line[SPEED] for line in ordered], color=colors)
         bars.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize="small")
         bars.margins(x=0.15)
+        bars.tick_params(axis="y", labelsize="x-small")
         bars.set_title("tokens a second a GPU", fontsize="small")
         for line in without_ladder(cell):
             look = {"linewidth": 6, "color": "0.75"} if line["peer"] in REFERENCES else {"linewidth": 1.2}
-            curves.plot(range(1, len(line["losses"]) + 1), line["losses"], label=name_of(line), **look)
+            curves.plot(range(1, len(line["losses"]) + 1), line["losses"], label=label_of(line), **look)
         curves.set_title("loss", fontsize="small")
         curves.set_xlabel("step")
         curves.grid(alpha=0.3)
-        curves.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
+        figure.legend(*curves.get_legend_handles_labels(), fontsize="x-small", loc="outside lower center", ncols=4)
         figure.suptitle(title_of(cell[0]), fontsize="medium")
         path = folder / (re.sub(r"[^a-z0-9.]+", "-", title_of(cell[0]).lower()) + ".png")
         FigureCanvasAgg(figure).print_png(str(path))

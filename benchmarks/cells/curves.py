@@ -57,8 +57,12 @@ def compare(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]
     if is_plain or not references or line == references[-1]:
         return {}
     differences = apart(line, references[-1])
-    agrees = differences["losses"] <= LOSS and differences["grad norms"] <= NORM
-    return {"apart": differences, "agrees": agrees}
+    return {"apart": differences, "agrees": within(differences)}
+
+
+def within(differences: dict[str, float]) -> bool:
+    """Return whether the differences of two curves are within the tolerances."""
+    return differences["losses"] <= LOSS and differences["grad norms"] <= NORM
 
 
 def _references(

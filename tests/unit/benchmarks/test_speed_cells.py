@@ -222,6 +222,17 @@ def test_judge_without_an_agreeing_curve_does_not_count() -> None:
     assert ratio_and_verdict([trl, ours], what)[1] == "does not count: no reference was measured"
 
 
+def test_judge_compares_two_lines_of_ftcli_where_no_reference_was_measured() -> None:
+    what = "1B x4096 ZeRO-3, two H100s, of FSDP2"
+    fields = {"label": "H100", "processes": 2, "precision": "bf16"}
+    fsdp, zero3 = (line("ftcli", speed, profile=name, **fields) for name, speed in (("fsdp", 100.0), ("zero3", 98.0)))
+    assert ratio_and_verdict([fsdp, zero3], what) == (pytest.approx(0.98), "reached")
+    other = zero3 | {"losses": [4.0, 3.0]}
+    assert ratio_and_verdict([fsdp, other], what)[1] == "does not count: ftcli's curve differs from the reference"
+    longer = zero3 | {"steps": 99}
+    assert ratio_and_verdict([fsdp, longer], what)[1] == "does not count: no reference was measured"
+
+
 def test_judge_prefers_lines_of_one_run() -> None:
     what, later = "1B bf16_pure, of TRL at its best", 10 * goals.RUN
     trl, ours = line("trl", 100.0), line("ftcli", 120.0, label="extras", agrees=True, time=60.0)

@@ -71,6 +71,11 @@ class Architecture:
     norms_outputs: bool = False
     ties_head: bool = False
 
+    @property
+    def tiles_mlp(self) -> bool:
+        """Whether the feed-forward is an MLP with a gate whose input, the output of a norm, nothing else reads."""
+        return len(self.cast_norms) == 2 and not self.lacks_gate and not self.has_experts
+
 
 LINEAR = "linear"
 SOFTCAP, DIVISOR, FACTOR = "final_logit_softcapping", "logits_scaling", "logit_scale"  # settings of a head

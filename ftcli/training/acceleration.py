@@ -21,6 +21,7 @@ from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.float8 import multiply_in_float8
 from ftcli.models.kernels.liger import liger_problem, use_liger
 from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
+from ftcli.models.kernels.tiled_mlp import tile_mlps
 from ftcli.models.memory_estimate import choose_mode
 from ftcli.models.pass_budget import choose_budget, describe_passes, pass_costs
 from ftcli.models.shape import ModelSize, Shape
@@ -141,9 +142,12 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
     device_type = hardware.accelerator.device.type
     share_casts(model)
     leave_adapter_inputs(model, recipe)
+    # fp8 scales a tensor by its largest element, which a tile may not have. Hooks inside layers gather weights anew.
+    tiles = recomputed == "full" and recipe.precision != "fp8" and hardware.may_compile(model)
     return [
         *use_liger(model, recipe, on_gpu=device_type == "cuda"),
         *multiply_in_float8(model, recipe, device_type),
+        *(tile_mlps(model, compiled=bool(recipe.model.torch_compile)) if tiles else []),
         *compile_layers(model, recipe, recomputed),
     ]
 

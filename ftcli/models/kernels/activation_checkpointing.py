@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ftcli.models.kernels.tiled_mlp import checkpoint_contexts
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
 
@@ -60,7 +61,7 @@ def enable_recomputation(model: nn.Module, mode: str) -> None:
         problem = f"model.gradient_checkpointing: {type(model).__name__} does not support it"
         raise InputError(problem, hint="set it to none")
     # The reentrant variant loses gradients if a layer's input is frozen or passed by keyword.
-    options: dict[str, Any] = {"use_reentrant": False}
+    options: dict[str, Any] = {"use_reentrant": False, "context_fn": checkpoint_contexts}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, recompute_policy)
     module: Any = model  # transformers 5.23 renames the method and still has the old name

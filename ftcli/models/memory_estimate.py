@@ -27,7 +27,8 @@ USABLE_FRACTION = 0.9  # of a device's memory; driver, communication buffers and
 MAX_LOGITS_PER_CHUNK = 2**28
 # Tiles of tokens in which tiled_mlp.py computes the MLP of a recomputed layer. In 4 bits each tile dequantizes the
 # weights again, which takes about a tenth of the time of its products at 4,096 tokens.
-LEAST_TILE_TOKENS, MOST_TILES = 4096, 8
+LEAST_TILE_TOKENS, MOST_TILES = 4096, 16
+OFFLOADED_ON_DEVICE = 3  # activations that are on their way to the host or back, or are used
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,11 @@ def estimate_memory(
     how["rank"] = 0 if recipe.adapter.type == "none" else recipe.adapter.r
     current = shape.activation_bytes(recipe.precision, "none", **how)  # the layer that is computing
     if mode == "full" or (compiled and how["adapter"]):  # it is recomputed as a whole before its gradients are computed
-        current += shape.gradient_bytes(recipe.precision)
+        tiles = tiles_of_pass(batch) if mode == "full" and has_tiles(recipe, shape, shares) else 1
+        current = shape.recomputed_bytes(recipe.precision, current, is_fused=how["fused"], tiles=tiles)
     layer = shape.activation_bytes(recipe.precision, mode, compiled=compiled, **how)
-    stored = 0 if recipe.model.activation_offloading else shape.layers * layer
+    on_device = min(OFFLOADED_ON_DEVICE, shape.layers) if recipe.model.activation_offloading else shape.layers
+    stored = on_device * layer
     uses["activations"] = batch * (stored + current)
     if fresh_gradients:
         uses["gradients"] = max(0, uses["gradients"] - uses["activations"])
@@ -112,6 +115,14 @@ def estimate_memory(
         if trains_head(recipe):
             uses["logits"] += shape.vocabulary * shape.hidden * 4  # the head's gradient in float32
     return MemoryEstimate(uses)
+
+
+def has_tiles(recipe: Recipe, shape: Shape, shares: ShardCounts) -> bool:
+    """Return whether MLPs of recomputed layers are computed in tiles in long passes (training/acceleration.py).
+
+    Under ZeRO-3 that depends on the layers, which are not known here; the estimate is then too high.
+    """
+    return shape.tiles_mlp and recipe.precision != "fp8" and not shares.is_stage_3
 
 
 def tiles_of_pass(tokens: int) -> int:

@@ -58,6 +58,7 @@ class Shape:
         norms_outputs: Whether the outputs of attention and of the feed-forward pass norms, too.
         ties_head: Whether the head is the table of embeddings.
         stored_inner: Features of the feed-forward with all experts; None if there is one.
+        tiles_mlp: Whether a recomputed layer computes its MLP in tiles of tokens (models/kernels/tiled_mlp.py).
     """
 
     layers: int
@@ -76,6 +77,7 @@ class Shape:
     stored_inner: int | None = None
     spared_casts: int = 0
     norms_outputs: bool = False
+    tiles_mlp: bool = False
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape | None:
@@ -121,6 +123,7 @@ class Shape:
             norms_outputs=row.norms_outputs,
             ties_head=config.get("tie_word_embeddings", row.ties_head) is True,
             stored_inner=stored,
+            tiles_mlp=row.tiles_mlp,
         )
 
     @property
@@ -220,6 +223,27 @@ class Shape:
         size = COMPUTE_BYTES[precision]
         inside = (3 if self.has_gate else 2) * self.inner + 2 * self.attention + 2 * self.keys
         return size * (inside + 4 * self.hidden)
+
+    def recomputed_bytes(self, precision: str, activations: int, *, is_fused: bool, tiles: int) -> int:
+        """Return the bytes per token of a layer that is recomputed and differentiated.
+
+        With tiles, the inner tensors of the feed-forward exist for one tile only. The larger one of two moments counts:
+        the feed-forward's, with the gradients of its input and output, and attention's.
+
+        Args:
+            precision: The recipe's precision.
+            activations: Bytes that the layer stores per token if nothing is recomputed (`activation_bytes`).
+            is_fused: Whether the layer is compiled, or has Liger's norms and gate.
+            tiles: Number of tiles; 1 computes the feed-forward for all tokens at once.
+        """
+        gradients = self.gradient_bytes(precision)
+        if tiles == 1:
+            return activations + gradients
+        size = COMPUTE_BYTES[precision]
+        products, gradients_of_products = (3 if is_fused else 4) * size * self.inner, 3 * size * self.inner
+        outside = activations - products
+        of_tile = (products + gradients_of_products) // tiles
+        return outside + max(2 * size * self.hidden + of_tile, gradients - gradients_of_products)
 
 
 @dataclass(frozen=True)

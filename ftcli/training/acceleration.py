@@ -142,12 +142,10 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
     device_type = hardware.accelerator.device.type
     share_casts(model)
     leave_adapter_inputs(model, recipe)
-    # fp8 scales a tensor by its largest element, which a tile may not have. Hooks inside layers gather weights anew.
-    tiles = recomputed == "full" and recipe.precision != "fp8" and hardware.may_compile(model)
     return [
         *use_liger(model, recipe, on_gpu=device_type == "cuda"),
         *multiply_in_float8(model, recipe, device_type),
-        *(tile_mlps(model, compiled=bool(recipe.model.torch_compile)) if tiles else []),
+        *tile_mlps(model, recipe, recomputed, has_hooks=not hardware.may_compile(model)),
         *compile_layers(model, recipe, recomputed),
     ]
 

@@ -33,7 +33,7 @@ def share_casts(model: nn.Module) -> None:
     names = architecture_of(getattr(getattr(inner, "config", None), "model_type", None)).cast_norms
     for name, module in inner.named_modules():
         if name.rpartition(".")[2] in names:
-            module.register_forward_hook(_cast)
+            module.register_forward_hook(_cast_output)
 
 
 def leave_adapter_inputs(model: nn.Module, recipe: Recipe) -> None:
@@ -51,7 +51,18 @@ def leave_adapter_inputs(model: nn.Module, recipe: Recipe) -> None:
             module.cast_input_dtype_enabled = False
 
 
-def _cast(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def _cast_output(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    if module.training and hasattr(module, "plain_forward"):  # tiled_mlp.py computes the norm, and casts its output
+        return output
+    return cast(output)
+
+
+def cast(output: Tensor) -> Tensor:
+    """Return the output of a norm in the dtype of autocast; without autocast, the output itself.
+
+    Args:
+        output: `[..., H]`.
+    """
     import torch
 
     kind = output.device.type

@@ -1,11 +1,11 @@
-"""Compute the gated MLP of a recomputed layer in tiles of tokens.
+"""Compute the gated MLP of a recomputed layer, and the norm before it, in tiles of tokens.
 
-An MLP works on each token alone. Its inner tensors (gate, up, their product, and the gradients of all three) are the
-largest of a layer, and without tiles they exist for all tokens of a pass at once when the layer is recomputed. With
-tiles, the forward pass stores the input of the MLP only. The backward pass recomputes one tile, adds up the gradients
-of the weights in float32, and frees the tile before it begins with the next one. The sums over tokens are computed in
-another order, so gradients of weights agree with those of the whole MLP up to rounding. All other values depend on one
-token and are the same.
+Both work on each token alone. The inner tensors of the MLP (gate, up, their product, and the gradients of all three)
+are the largest of a layer. Without tiles they exist for all tokens of a pass at once when the layer is recomputed. With
+tiles, the forward pass stores the input of the norm only, which is the residual stream. The backward pass recomputes
+one tile, adds up the gradients of the weights in float32, and frees the tile before it begins with the next one. The
+sums over tokens are computed in another order, so gradients of weights agree with those of the whole MLP up to
+rounding. All other values depend on one token and are the same.
 
 When gradient checkpointing recomputes a layer, nothing in the layer reads the values of the MLP's output, unless a norm
 follows. The output is not computed again then.
@@ -23,84 +23,133 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ftcli.models.architectures import architecture_of
+from ftcli.models.kernels.norm_casts import cast
 from ftcli.models.memory_estimate import tiles_of_pass
 from ftcli.models.structure import base_model_of, layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ftcli.config.recipe import Recipe
+    from ftcli.models.architectures import Architecture
+
 MLP = "mlp"  # name of the gated MLP in the layers of transformers that may be tiled
 GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
 ALIGNMENT = 16  # tokens; matrix products are slower for other numbers of rows
 
 
-def tile_mlps(model: nn.Module, *, compiled: bool = False) -> list[str]:
+def tile_mlps(model: nn.Module, recipe: Recipe, recomputed: str, *, has_hooks: bool = False) -> list[str]:
     """Compute the MLPs of a model's layers in tiles of tokens, in forward passes that have enough tokens.
 
-    The layers must be recomputed as a whole (`gradient_checkpointing: full`). Modules, names and weights stay.
+    Only MLPs of layers that are recomputed as a whole have tiles. Modules, names and weights stay. In training the norm
+    before an MLP returns its input, and the MLP computes the norm. If layers are compiled, a tile has graphs of its
+    own, and a layer ends its graph before the MLP.
 
     Args:
-        model: The model, not prepared. The forward of its MLPs is replaced.
-        compiled: Whether layers are compiled. A tile then has graphs of its own, and layers end their graphs before it.
+        model: The model, not prepared. The forward of its MLPs and of the norms before them is replaced.
+        recipe: The recipe with `model.torch_compile` decided.
+        recomputed: What the backward pass computes again: none, selective or full.
+        has_hooks: Whether the backend has hooks inside layers, which would gather weights again for each tile.
 
     Returns:
-        A line for the log; empty if the model's MLPs are not known.
+        A line for the log; empty if MLPs have no tiles.
     """
     inner = base_model_of(model)
     row = architecture_of(getattr(getattr(inner, "config", None), "model_type", None))
-    if not row.tiles_mlp:
+    # fp8 scales a tensor by its largest element, which differs from tile to tile.
+    if not row.tiles_mlp or recomputed != "full" or recipe.precision == "fp8" or has_hooks:
         return []
-    mlps = [mlp for layer in layers_of(model) if is_gated(mlp := getattr(layer, MLP, None))]
-    for mlp in mlps:
-        _tile(mlp, compiled=compiled, keeps_output=row.norms_outputs)
-    return [f"MLPs in tiles of tokens: {len(mlps)}, in long forward passes"] if mlps else []
+    compiled = bool(recipe.model.torch_compile)
+    layers = [layer for layer in layers_of(model) if _has_gated_mlp(layer, row)]
+    for layer in layers:
+        tile(getattr(layer, row.cast_norms[1]), getattr(layer, MLP), compiled=compiled, keeps_output=row.norms_outputs)
+    return [f"MLPs in tiles of tokens: {len(layers)}, in long forward passes"] if layers else []
 
 
-def is_gated(mlp: Any) -> bool:
-    """Return whether a module is a gated MLP by the names of its linear layers."""
-    return isinstance(mlp, nn.Module) and any(all(hasattr(mlp, name) for name in names) for names in GATED)
+def _has_gated_mlp(layer: Any, row: Architecture) -> bool:
+    """Return whether a layer has the norm of its table row and a gated MLP, by the names of its modules."""
+    mlp = getattr(layer, MLP, None)
+    is_gated = any(all(hasattr(mlp, name) for name in names) for names in GATED)
+    return is_gated and isinstance(getattr(layer, row.cast_norms[1], None), nn.Module)
 
 
-def _tile(mlp: Any, *, compiled: bool, keeps_output: bool) -> None:
-    """Replace the forward of an MLP. All MLPs get the same function, so that compiled layers share their graphs."""
-    plain = whole = mlp.forward
-    if compiled and "forward" not in vars(mlp):  # not Liger's
-        whole = torch.compile(type(mlp).forward.__get__(mlp), dynamic=True)
-    mlp.tiling = Tiling(mlp, plain, whole, keeps_output=keeps_output)
-    mlp.forward = MethodType(_forward, mlp)
+def tile(norm: Any, mlp: Any, *, compiled: bool = False, keeps_output: bool = True) -> None:
+    """Replace the forward functions of an MLP and of the norm before it.
+
+    All MLPs get the same function, and so do all norms, so that compiled layers share their graphs.
+
+    Args:
+        norm: The norm, whose output only the MLP reads.
+        mlp: The MLP.
+        compiled: Whether a tile is compiled. Liger's functions are not.
+        keeps_output: Whether the rest of the layer needs the values of the output in its backward pass.
+    """
+    has_plain_forwards = not any("forward" in vars(module) for module in (norm, mlp))
+    mlp.tiling = Tiling(norm, mlp, compiled=compiled and has_plain_forwards, keeps_output=keeps_output)
+    norm.plain_forward, norm.forward = norm.forward, MethodType(_pass_on, norm)
+    mlp.plain_forward, mlp.forward = mlp.forward, MethodType(_forward, mlp)
+
+
+def _pass_on(norm: Any, hidden: Tensor) -> Tensor:
+    """Return the input of a norm in training, and its output otherwise."""
+    result: Tensor = hidden if norm.training else norm.plain_forward(hidden)
+    return result
 
 
 @torch.compiler.disable
 def _forward(mlp: Any, hidden: Tensor) -> Tensor:
     """Compute an MLP of `hidden` `[..., H]`, in tiles where gradients are recorded and there are enough tokens."""
-    tiling: Tiling = mlp.tiling
     if not mlp.training:
-        return tiling.plain(hidden)
-    parameters = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
+        result: Tensor = mlp.plain_forward(hidden)
+        return result
+    tiling: Tiling = mlp.tiling
+    parameters = [parameter for parameter in tiling.parameters() if parameter.requires_grad]
     has_gradients = torch.is_grad_enabled() and (hidden.requires_grad or bool(parameters))
     if not has_gradients or tiles_of_pass(hidden.numel() // hidden.shape[-1]) == 1:
         return tiling.whole(hidden)
     flat = hidden.reshape(1, -1, hidden.shape[-1])
-    result: Tensor = _TiledMlp.apply(tiling, flat, *parameters)
+    result = _TiledMlp.apply(tiling, flat, *parameters)
     return result.reshape(*hidden.shape[:-1], result.shape[-1])
 
 
 class Tiling:
-    """How an MLP is computed.
+    """How an MLP and the norm before it are computed.
 
     Args:
+        norm: The norm.
         mlp: The MLP.
-        plain: Its forward.
-        whole: Its forward in training, for a tile or for all tokens; may be compiled.
+        compiled: Whether the two are compiled.
         keeps_output: Whether the rest of the layer needs the values of the output in its backward pass.
     """
 
-    def __init__(
-        self, mlp: nn.Module, plain: Callable[..., Tensor], whole: Callable[..., Tensor], *, keeps_output: bool
-    ) -> None:
-        self.plain, self.whole, self.keeps_output = plain, whole, keeps_output
+    def __init__(self, norm: nn.Module, mlp: nn.Module, *, compiled: bool, keeps_output: bool) -> None:
+        self.modules, self.keeps_output = (norm, mlp), keeps_output
+        self.function: Callable[..., Tensor] = norm_and_multiply
+        if compiled:
+            self.function = torch.compile(norm_and_multiply_in_graph, dynamic=True)
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules())
         self.dtype: torch.dtype | None = None  # of the output, once it is known
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of both modules."""
+        for module in self.modules:
+            yield from module.parameters()
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """Return the MLP of the norm of `hidden` `[..., H]`, a tile or all tokens."""
+        return self.function(*self.modules, hidden)
+
+
+def norm_and_multiply(norm: Any, mlp: Any, hidden: Tensor) -> Tensor:
+    """Return the MLP of the norm of `hidden` `[..., H]`."""
+    result: Tensor = mlp.plain_forward(cast(norm.plain_forward(hidden)))
+    return result
+
+
+def norm_and_multiply_in_graph(norm: Any, mlp: Any, hidden: Tensor) -> Tensor:
+    """Return the MLP of the norm of `hidden` `[..., H]`, both as their classes define them."""
+    result: Tensor = type(mlp).forward(mlp, cast(type(norm).forward(norm, hidden)))
+    return result
 
 
 class _Recomputation(threading.local):
@@ -124,7 +173,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 class _TiledMlp(torch.autograd.Function):
-    """An MLP of `hidden` `[1, N, H]` whose forward pass stores its input, and whose backward pass recomputes tiles."""
+    """The MLP of the norm of `hidden` `[1, N, H]`, which stores its input only and recomputes tiles."""
 
     @staticmethod
     def forward(ctx: Any, tiling: Tiling, hidden: Tensor, *parameters: nn.Parameter) -> Tensor:
@@ -179,11 +228,11 @@ def _add_tile(
     """Recompute one tile and compute its gradients.
 
     Args:
-        tiling: How the MLP is computed.
+        tiling: How norm and MLP are computed.
         hidden: The input `[1, N, H]`.
         upstream: The gradient of the output `[1, N, H]`.
         tile: First token, and the token after the last.
-        parameters: The trained parameters of the MLP.
+        parameters: The trained parameters of both.
         of_hidden: The gradient of the input `[1, N, H]`. The tokens of the tile are written.
         sums: The gradients of the parameters, in float32 or wider. Those of the tile are added.
     """
@@ -192,7 +241,7 @@ def _add_tile(
         piece = hidden[:, begin:end].detach().requires_grad_(of_hidden is not None)
         output = tiling.whole(piece)
     inputs = [*parameters] if of_hidden is None else [piece, *parameters]
-    found = list(torch.autograd.grad(output, inputs, upstream[:, begin:end], allow_unused=True))
+    found: list[Tensor | None] = list(torch.autograd.grad(output, inputs, upstream[:, begin:end], allow_unused=True))
     del output
     if of_hidden is not None:
         of_piece = found.pop(0)

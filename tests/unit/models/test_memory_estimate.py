@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +373,37 @@ def test_estimate_memory_with_fresh_gradients_shares_the_memory_of_activations()
     assert f"about {expected / 1e9:.2f} GB" in message and "gradients" in message
     short = estimate_memory(small_recipe, LLAMA_1B, ShardCounts(), rows=1, tokens=64, mode="none", fresh_gradients=True)
     assert 0 < short.bytes_by_use["gradients"] < 4 * LLAMA_1B.trained
+
+
+LLAMA_8B = LLAMA | {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+}
+
+
+def test_estimate_of_long_recomputed_passes_counts_tiles_of_the_feed_forward() -> None:
+    """In 16-bit tensors of hidden size: 34 for a whole layer in its backward pass, 13 in tiles, 3 inputs of layers."""
+    shape = Shape.of(LLAMA_8B)
+    assert shape is not None and shape.tiles_mlp
+    model = {"name": "m", "activation_offloading": True}
+
+    def tensors(
+        tokens: int, mode: str = "full", of: Shape = shape, shares: ShardCounts = ShardCounts(), **changes: Any
+    ) -> float:
+        adapted = recipe(model=model, adapter={"type": "lora", "r": 16}, **{"precision": "bf16"} | changes)
+        estimate = estimate_memory(
+            adapted, ModelSize(1, 1, of), shares, rows=1, tokens=tokens, mode=mode, fused=True, compiled=True
+        )
+        return estimate.bytes_by_use["activations"] / tokens / (2 * 4096)
+
+    assert tensors(8191) == pytest.approx(34 + 3, abs=0.5)
+    assert tensors(8192) == pytest.approx(6.5 + 2 + 21 / 2 + 3, abs=0.5)
+    assert tensors(65_536) == pytest.approx(13 + 3, abs=0.5)
+    assert tensors(65_536, of=replace(shape, tiles_mlp=False)) == tensors(8191)
+    assert tensors(65_536, shares=ShardCounts(zero_stage=3)) == tensors(8191)
+    assert tensors(65_536, "none") == tensors(8191, "none")

@@ -82,3 +82,15 @@ def test_activation_bytes_in_fp8_are_inputs_of_8_bits_without_the_gated_product(
 
 def test_gradient_bytes_equal_a_hand_count() -> None:
     assert shape().gradient_bytes("bf16") == 2 * (3 * 20 + 2 * 8 + 2 * 4 + 4 * 8)
+
+
+def test_recomputed_bytes_with_tiles_equal_a_hand_count() -> None:
+    how: dict[str, Any] = {"fused": True, "adapter": True}
+    kept = shape().activation_bytes("bf16", "none", **how)
+    outside = 8 * 8 + 2 * (2 * 8 + 2 * 4) + 4 * 4  # norms and attention; the feed-forward stores 3 tensors
+    assert kept == outside + 3 * 40
+    whole = shape().recomputed_bytes("bf16", kept, is_fused=True, tiles=1)
+    assert whole == kept + shape().gradient_bytes("bf16")
+    two, many = (shape().recomputed_bytes("bf16", kept, is_fused=True, tiles=tiles) for tiles in (2, 100))
+    assert two == outside + 2 * 2 * 8 + 6 * 40 // 2, "gradients of input and output, and the tensors of a tile"
+    assert many == outside + 2 * (2 * 8 + 2 * 4 + 4 * 8), "the gradients of attention and of the residual stream"

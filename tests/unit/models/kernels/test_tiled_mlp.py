@@ -20,7 +20,7 @@ from ftcli.models.kernels.activation_checkpointing import enable_recomputation
 from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.document_attention import confine_to_documents, document_bounds
 from ftcli.models.kernels.norm_casts import share_casts
-from ftcli.models.kernels.tiled_mlp import is_gated, tile_mlps
+from ftcli.models.kernels.tiled_mlp import tile, tile_mlps
 from ftcli.models.memory_estimate import tiles_of_pass
 from ftcli.models.structure import layers_of
 
@@ -41,7 +41,7 @@ def train(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and the gradients of a recomputed model, and check that tiles were made where expected."""
     enable_recomputation(model.train(), "full")
-    lines = tile_mlps(model) if tiled else []
+    lines = tile_mlps(model, recipe("llama"), "full") if tiled else []
     assert lines == ["MLPs in tiles of tokens: 3, in long forward passes"] * tiled
     ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(3)
@@ -62,7 +62,7 @@ def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> flo
 
 def test_tiles_of_pass_are_few_and_not_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert [tiles_of_pass(tokens) for tokens in (1, 8191, 8192, 12_288, 32_768, 10**6)] == [1, 1, 2, 3, 8, 8]
+    assert [tiles_of_pass(tokens) for tokens in (1, 8191, 8192, 12_288, 32_768, 10**6)] == [1, 1, 2, 3, 8, 16]
     monkeypatch.setattr(memory_estimate, "LEAST_TILE_TOKENS", 16)
     for tokens in (32, 33, 88, 127, 128, 1000, 1001):
         tiles = list(tiled_mlp._tiles(tokens))
@@ -80,7 +80,8 @@ def test_tiled_mlp_has_the_gradients_of_the_whole_one(kind: str) -> None:
     torch.manual_seed(0)
     loss, gradients = train(tiny(kind).double(), tiled=True)
     assert torch.equal(loss, whole[0])
-    assert largest_difference(gradients, whole[1]) < 1e-12
+    # The norms of Gemma compute in float32, and so do the sums of the gradients of their weights.
+    assert largest_difference(gradients, whole[1]) < (1e-6 if kind.startswith("gemma") else 1e-12)
     assert any("mlp" in name for name in gradients)
 
 
@@ -112,8 +113,7 @@ def test_tiled_mlp_with_dropout_draws_the_same_numbers_twice() -> None:
     _, gradients = train(adapted(dropout=0.3), tiled=True)
     kept = adapted(dropout=0.3).train()  # the same tiles without recomputation: autograd stores the masks
     for layer in layers_of(kept):
-        forward = layer.mlp.forward
-        layer.mlp.forward = partial(in_pieces, forward)
+        layer.mlp.forward = partial(in_pieces, layer.mlp.forward)
     ids = torch.randint(3, 90, (2, 44), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(3)
     for _ in range(2):
@@ -139,14 +139,20 @@ def test_layer_that_reads_the_output_of_its_mlp_gets_nan_unless_the_output_is_ke
     assert any(value.isnan().any() for value in wrong.values())
 
 
+def tokens_of(module: nn.Module) -> list[int]:
+    """Return a list to which each call of a module adds its number of tokens."""
+    tokens: list[int] = []
+    module.register_forward_hook(lambda _module, inputs, _output: tokens.append(inputs[0].shape[:-1].numel()))
+    return tokens
+
+
 def test_recomputed_layer_computes_its_mlp_once() -> None:
     counts: dict[bool, int] = {}
     for tiled in (False, True):
-        model, calls = tiny("llama"), []
-        for layer in model.model.layers:
-            layer.mlp.gate_proj.register_forward_hook(lambda _m, args, _o: calls.append(args[0].numel() // 32))
+        model = tiny("llama")
+        tokens = [tokens_of(layer.mlp.gate_proj) for layer in model.model.layers]
         train(model, tiled=tiled)
-        counts[tiled] = sum(calls)
+        counts[tiled] = sum(map(sum, tokens))
     assert counts[True] == counts[False] == 2 * 2 * 3 * 88, "two micro-batches, forward and again, 3 layers, 88 tokens"
 
 
@@ -166,7 +172,7 @@ def test_casts_cached_by_autocast_keep_their_gradient() -> None:
     """A forward pass of tiles must not leave a cast without gradient to a short pass in the same block."""
     model = adapted().train()
     enable_recomputation(model, "full")
-    tile_mlps(model)
+    tile_mlps(model, recipe("llama"), "full")
     ids = torch.arange(3, 23)[None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(input_ids=ids.repeat(4, 1), use_cache=False)
@@ -184,16 +190,46 @@ def test_gradients_of_16_bit_weights_are_added_up_in_float32() -> None:
     exact = tiny("llama").model.layers[0].mlp
     exact.load_state_dict({name: value.float() for name, value in mlp.state_dict().items()})
     exact(hidden.float()).sum().backward()
-    tiled_mlp._tile(mlp, compiled=False, keeps_output=True)
+    tile(nn.Identity(), mlp)
     mlp(hidden).sum().backward()
     goal = exact.down_proj.weight.grad
     errors = [float((found.float() - goal).norm()) for found in (mlp.down_proj.weight.grad, whole)]
     assert errors[0] < 1.2 * errors[1]
 
 
+def bytes_of_backward(tokens: int, *, tiled: bool) -> int:
+    """Return the most bytes that a step of a recomputed layer has allocated at once, by the allocator's events."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny("llama", **sizes, num_hidden_layers=1).train()
+    enable_recomputation(model, "full")
+    if tiled:
+        tile_mlps(model, recipe("llama"), "full")
+    layer, hidden = model.model.layers[0], torch.randn(1, tokens, 64, requires_grad=True)
+    layer.self_attn.forward = lambda hidden_states, **_: (layer.self_attn.v_proj(hidden_states).repeat(1, 1, 2), None)
+    with torch.profiler.profile(profile_memory=True) as recorded:
+        layer(hidden).sum().backward()
+    allocated = peak = 0
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return peak
+
+
+def test_recomputed_layer_with_tiles_needs_half_the_memory_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "LEAST_TILE_TOKENS", 256)
+    by_token = {
+        tiled: (bytes_of_backward(4096, tiled=tiled) - bytes_of_backward(2048, tiled=tiled)) / 2048
+        for tiled in (False, True)
+    }
+    print(by_token)
+    assert by_token[True] < 0.5 * by_token[False]
+
+
 def test_tiles_leave_short_passes_and_evaluation_alone() -> None:
     model, shapes = tiny("llama").train(), list[list[int]]()
-    tile_mlps(model)
+    tile_mlps(model, recipe("llama"), "full")
     model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda _m, args, _o: shapes.append(list(args[0].shape)))
     ids = torch.arange(3, 34)[None]  # 31 tokens
     model(ids, use_cache=False)
@@ -209,8 +245,16 @@ def test_tile_mlps_leaves_other_feed_forwards_alone(kind: str) -> None:
     assert not architecture_of(kind).tiles_mlp
     model = torch.nn.Module()
     model.config = AutoConfig.for_model(kind)
-    assert tile_mlps(model) == []
-    assert not is_gated(None) and not is_gated(torch.nn.Linear(1, 1))
+    assert tile_mlps(model, recipe(kind), "full") == []
+
+
+def test_tile_mlps_without_full_recomputation_with_hooks_or_in_fp8_does_nothing() -> None:
+    model = tiny("llama")
+    for mode in ("none", "selective"):
+        assert tile_mlps(model, recipe("llama"), mode) == []
+    assert tile_mlps(model, recipe("llama"), "full", has_hooks=True) == []
+    assert tile_mlps(model, recipe("llama", precision="fp8"), "full") == []
+    assert "forward" not in vars(model.model.layers[0].mlp)
 
 
 def test_compiled_tiles_have_the_gradients_of_whole_layers_and_one_graph_for_all_lengths(
@@ -223,7 +267,7 @@ def test_compiled_tiles_have_the_gradients_of_whole_layers_and_one_graph_for_all
     for model in models:
         confine_to_documents(model)
         enable_recomputation(model, "full")
-    tile_mlps(models[1], compiled=True)
+    tile_mlps(models[1], compiled_recipe("llama"), "full")
     compile_layers(models[1], compiled_recipe("llama"), "full")
     graphs = []
     for documents in ([30, 10], [7, 9], [50, 13], [64, 63], [5], [90, 77], [12, 100]):

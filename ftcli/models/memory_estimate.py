@@ -27,7 +27,7 @@ USABLE_FRACTION = 0.9  # of a device's memory; driver, communication buffers and
 MAX_LOGITS_PER_CHUNK = 2**28
 # Tiles of tokens in which tiled_mlp.py computes the MLP of a recomputed layer. In 4 bits each tile dequantizes the
 # weights again, which takes about a tenth of the time of its products at 4,096 tokens.
-LEAST_TILE_TOKENS, MOST_TILES = 4096, 16
+TILE_TOKENS, MOST_TILES = 4096, 16
 OFFLOADED_ON_DEVICE = 3  # activations that are on their way to the host or back, or are used
 
 
@@ -100,12 +100,15 @@ def estimate_memory(
     how["rank"] = 0 if recipe.adapter.type == "none" else recipe.adapter.r
     current = shape.activation_bytes(recipe.precision, "none", **how)  # the layer that is computing
     if mode == "full" or (compiled and how["adapter"]):  # it is recomputed as a whole before its gradients are computed
-        tiles = tiles_of_pass(batch) if mode == "full" and has_tiles(recipe, shape, shares) else 1
-        current = shape.recomputed_bytes(recipe.precision, current, is_fused=how["fused"], tiles=tiles)
+        has_tiles = mode == "full" and tiles_mlps(recipe, shape, shares)
+        tile = min(batch, max(TILE_TOKENS, -(-batch // MOST_TILES))) if has_tiles else batch
+        computing = shape.recomputed_bytes(recipe.precision, current, is_fused=how["fused"], tokens=batch, tile=tile)
+    else:
+        computing = batch * current
     layer = shape.activation_bytes(recipe.precision, mode, compiled=compiled, **how)
     on_device = min(OFFLOADED_ON_DEVICE, shape.layers) if recipe.model.activation_offloading else shape.layers
     stored = on_device * layer
-    uses["activations"] = batch * (stored + current)
+    uses["activations"] = batch * stored + computing
     if fresh_gradients:
         uses["gradients"] = max(0, uses["gradients"] - uses["activations"])
     if uses_vocabulary_logits(recipe):
@@ -117,7 +120,7 @@ def estimate_memory(
     return MemoryEstimate(uses)
 
 
-def has_tiles(recipe: Recipe, shape: Shape, shares: ShardCounts) -> bool:
+def tiles_mlps(recipe: Recipe, shape: Shape, shares: ShardCounts) -> bool:
     """Return whether MLPs of recomputed layers are computed in tiles in long passes (training/acceleration.py).
 
     Under ZeRO-3 that depends on the layers, which are not known here; the estimate is then too high.
@@ -131,7 +134,7 @@ def tiles_of_pass(tokens: int) -> int:
     Args:
         tokens: Tokens of the pass, with padding.
     """
-    return max(1, min(MOST_TILES, tokens // LEAST_TILE_TOKENS))
+    return max(1, min(MOST_TILES, -(-tokens // TILE_TOKENS)))
 
 
 def _keeps_no_casts(recipe: Recipe, shape: Shape | None, shares: ShardCounts) -> bool:

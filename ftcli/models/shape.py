@@ -224,26 +224,31 @@ class Shape:
         inside = (3 if self.has_gate else 2) * self.inner + 2 * self.attention + 2 * self.keys
         return size * (inside + 4 * self.hidden)
 
-    def recomputed_bytes(self, precision: str, activations: int, *, is_fused: bool, tiles: int) -> int:
-        """Return the bytes per token of a layer that is recomputed and differentiated.
+    def recomputed_bytes(self, precision: str, activations: int, *, is_fused: bool, tokens: int, tile: int) -> int:
+        """Return the bytes of a layer that is recomputed and differentiated.
 
         With tiles, the inner tensors of the feed-forward exist for one tile only. The larger one of two moments counts:
-        the feed-forward's, with the gradients of its input and output, and attention's.
+        the feed-forward's, with the gradients of its input and output, and attention's. A pass needs no less than a
+        shorter one without tiles.
 
         Args:
             precision: The recipe's precision.
             activations: Bytes that the layer stores per token if nothing is recomputed (`activation_bytes`).
             is_fused: Whether the layer is compiled, or has Liger's norms and gate.
-            tiles: Number of tiles; 1 computes the feed-forward for all tokens at once.
+            tokens: Tokens of the pass.
+            tile: The most tokens for which the feed-forward is computed at once.
         """
         gradients = self.gradient_bytes(precision)
-        if tiles == 1:
-            return activations + gradients
+        if tile == tokens:
+            return tokens * (activations + gradients)
         size = COMPUTE_BYTES[precision]
         products, gradients_of_products = (3 if is_fused else 4) * size * self.inner, 3 * size * self.inner
         outside = activations - products
-        of_tile = (products + gradients_of_products) // tiles
-        return outside + max(2 * size * self.hidden + of_tile, gradients - gradients_of_products)
+        return max(
+            tokens * (outside + 2 * size * self.hidden) + tile * (products + gradients_of_products),
+            tokens * (outside + gradients - gradients_of_products),
+            tile * (activations + gradients),
+        )
 
 
 @dataclass(frozen=True)

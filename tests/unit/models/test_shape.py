@@ -89,8 +89,11 @@ def test_recomputed_bytes_with_tiles_equal_a_hand_count() -> None:
     kept = shape().activation_bytes("bf16", "none", **how)
     outside = 8 * 8 + 2 * (2 * 8 + 2 * 4) + 4 * 4  # norms and attention; the feed-forward stores 3 tensors
     assert kept == outside + 3 * 40
-    whole = shape().recomputed_bytes("bf16", kept, is_fused=True, tiles=1)
-    assert whole == kept + shape().gradient_bytes("bf16")
-    two, many = (shape().recomputed_bytes("bf16", kept, is_fused=True, tiles=tiles) for tiles in (2, 100))
-    assert two == outside + 2 * 2 * 8 + 6 * 40 // 2, "gradients of input and output, and the tensors of a tile"
-    assert many == outside + 2 * (2 * 8 + 2 * 4 + 4 * 8), "the gradients of attention and of the residual stream"
+    every, most, half, few = (
+        shape().recomputed_bytes("bf16", kept, is_fused=True, tokens=100, tile=tile) for tile in (100, 99, 50, 1)
+    )
+    whole = kept + shape().gradient_bytes("bf16")
+    assert every == 100 * whole and most == 99 * whole, "no less than 99 tokens without tiles"
+    of_tile = 50 * 6 * 40
+    assert half == 100 * (outside + 2 * 2 * 8) + of_tile, "gradients of input and output, and the tensors of a tile"
+    assert few == 100 * (outside + 2 * (2 * 8 + 2 * 4 + 4 * 8)), "gradients of attention and of the residual stream"

@@ -17,20 +17,20 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def curves(folder: Path, least_tokens: int) -> dict[str, tuple[list[tuple[float, float]], bool]]:
+def curves(folder: Path, tile_tokens: int) -> dict[str, tuple[list[tuple[float, float]], bool]]:
     """Return losses and gradient norms of recomputed runs, and whether the log says that their MLPs have tiles."""
     from ftcli.loop import steps
     from ftcli.models import memory_estimate
     from ftcli.training.setup import prepare
 
     results = {}
-    before, memory_estimate.LEAST_TILE_TOKENS = memory_estimate.LEAST_TILE_TOKENS, least_tokens
+    before, memory_estimate.TILE_TOKENS = memory_estimate.TILE_TOKENS, tile_tokens
     for name, sections in RECIPES.items():
         model = {"name": str(folder / "tied"), "gradient_checkpointing": "full"}
         run = prepare(cell(folder, "sft-tied", model=model, train={"max_steps": 3}, **sections), cpu=True)
         curve = [(float(step.loss), float(step.grad_norm)) for step in steps(run)]
         results[name] = curve, any("MLPs in tiles" in line for line in run.log_lines)
-    memory_estimate.LEAST_TILE_TOKENS = before
+    memory_estimate.TILE_TOKENS = before
     return results
 
 

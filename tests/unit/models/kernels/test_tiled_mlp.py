@@ -33,7 +33,7 @@ TILED = [kind for kind, row in ARCHITECTURES.items() if row.tiles_mlp]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "LEAST_TILE_TOKENS", 16)
+    monkeypatch.setattr(memory_estimate, "TILE_TOKENS", 16)
 
 
 def train(
@@ -62,8 +62,8 @@ def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> flo
 
 def test_tiles_of_pass_are_few_and_not_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert [tiles_of_pass(tokens) for tokens in (1, 8191, 8192, 12_288, 32_768, 10**6)] == [1, 1, 2, 3, 8, 16]
-    monkeypatch.setattr(memory_estimate, "LEAST_TILE_TOKENS", 16)
+    assert [tiles_of_pass(tokens) for tokens in (1, 4096, 4097, 8192, 32_768, 10**6)] == [1, 1, 2, 2, 8, 16]
+    monkeypatch.setattr(memory_estimate, "TILE_TOKENS", 16)
     for tokens in (32, 33, 88, 127, 128, 1000, 1001):
         tiles = list(tiled_mlp._tiles(tokens))
         sizes = [end - begin for begin, end in tiles]
@@ -218,7 +218,7 @@ def bytes_of_backward(tokens: int, *, tiled: bool) -> int:
 
 
 def test_recomputed_layer_with_tiles_needs_half_the_memory_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "LEAST_TILE_TOKENS", 256)
+    monkeypatch.setattr(memory_estimate, "TILE_TOKENS", 256)
     by_token = {
         tiled: (bytes_of_backward(4096, tiled=tiled) - bytes_of_backward(2048, tiled=tiled)) / 2048
         for tiled in (False, True)
@@ -231,13 +231,13 @@ def test_tiles_leave_short_passes_and_evaluation_alone() -> None:
     model, shapes = tiny("llama").train(), list[list[int]]()
     tile_mlps(model, recipe("llama"), "full")
     model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda _m, args, _o: shapes.append(list(args[0].shape)))
-    ids = torch.arange(3, 34)[None]  # 31 tokens
+    ids = torch.arange(3, 19)[None]  # 16 tokens
     model(ids, use_cache=False)
     model(ids.repeat(2, 1), use_cache=False)
     with torch.no_grad():
         model(ids.repeat(2, 1), use_cache=False)
         model.eval()(ids.repeat(2, 1), use_cache=False)
-    assert shapes == [[1, 31, 32], [1, 32, 32], [1, 30, 32], [2, 31, 32], [2, 31, 32]]
+    assert shapes == [[1, 16, 32], [1, 16, 32], [1, 16, 32], [2, 16, 32], [2, 16, 32]]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "phi", "cohere", "gpt2"])

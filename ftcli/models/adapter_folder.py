@@ -41,7 +41,7 @@ def write_adapter(model: Any, values: dict[str, Tensor], folder: Path, task_type
         folder: Folder to write into.
         task_type: peft's name of the task, written if the adapter's configuration has none; None writes nothing.
     """
-    model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
+    model.save_pretrained(folder, state_dict=_saved_buffers(model) | values, save_embedding_layers=False)
     base = model.get_base_model()
     path = folder / "adapter_config.json"
     adapter_config = json.loads(path.read_text(encoding="utf-8"))
@@ -58,6 +58,16 @@ def write_adapter(model: Any, values: dict[str, Tensor], folder: Path, task_type
             del config.quantization_config
         config.save_pretrained(folder / BASE_CONFIG)
         _remove_dtype(folder / BASE_CONFIG / "config.json")
+
+
+def _saved_buffers(model: Any) -> dict[str, Tensor]:
+    """Return the persistent buffers of the modules that an adapter saves whole, such as statistics of batch norms."""
+    persistent = model.state_dict()
+    return {
+        name: value.detach()
+        for name, value in model.named_buffers()
+        if ".modules_to_save." in name and name in persistent
+    }
 
 
 def base_of(folder: Path) -> tuple[str, str | None] | None:
@@ -230,18 +240,22 @@ def _loadable_heads(base: Any, heads: list[str]) -> list[str] | None:
     """Return `modules_to_save` in a form that peft can load with a task type; None if there is none.
 
     With a task type peft saves modules called classifier or score as a whole. It would wrap submodules of such a
-    module a second time. The module replaces its submodules if all its weights are in them.
+    module a second time. The module replaces its submodules if all its weights are in them, and if no other name
+    matches one of them.
     """
-    modules = []
+    modules, owners = [], set()
     for head in heads:
         names = head.split(".")
         owner = next((".".join(names[: n + 1]) for n, name in enumerate(names[:-1]) if name in PEFT_HEADS), None)
         modules.append(owner or head)
         if owner is not None:
+            owners.add(owner)
             parameters = [name for name, _ in _base_parameters(base, owner)]
             if not all(any(name.startswith(f"{each}.") for each in heads) for name in parameters):
                 return None
-    return list(dict.fromkeys(modules))
+    others = tuple(f".{name}" for name in modules if name not in owners)
+    inner = {name.rpartition(".")[0] for owner in owners for name, _ in _base_parameters(base, owner)}
+    return None if any(f".{name}".endswith(others) for name in inner) else list(dict.fromkeys(modules))
 
 
 def _base_parameters(base: Any, owner: str) -> list[tuple[str, Any]]:

@@ -62,16 +62,16 @@ def set_batch_norm(model: nn.Module, mode: str) -> list[str]:
 
 
 def _check_saved(names: list[str], mode: str) -> None:
-    """Raise `InputError` if batch normalisations beside an adapter are not among the modules that it saves whole."""
-    inside = (".modules_to_save.", ".original_module.")  # the module that is trained, and its unused original
-    if lost := [
-        name.removeprefix("base_model.model.") for name in names if not any(part in f"{name}." for part in inside)
-    ]:
+    """Raise `InputError` if a batch normalisation beside an adapter is not in a module that the adapter saves whole."""
+    inside = {"modules_to_save", "original_module"}  # the module that is trained, and its unused original
+    lost = [name.removeprefix("base_model.model.") for name in names if not inside & set(name.split("."))]
+    if lost:
+        last = lost[0].rpartition(".")[2]
         raise InputError(
             f"model.batch_norm: {mode} would update the running statistics of {lost[0]}, which the adapter does not "
             "hold, so they would be lost at the end of the run",
             hint="set batch_norm to frozen, train the whole model (adapter.type: none), or name all batch norms in "
-            f"adapter.modules_to_save, for instance {lost[0].rpartition('.')[2]}",
+            f"adapter.modules_to_save, for instance {lost[0] if last.isdigit() else last}",
         )
 
 

@@ -88,40 +88,51 @@ class Names:
         return found
 
     def without_effect(
-        self, section: Adapter, left_out: str | None, *, saved: Iterable[str] = (), renamed: Iterable[str] = ()
+        self, section: Adapter, left_out: Iterable[str], *, saved: Iterable[str] = (), renamed: Iterable[str] = ()
     ) -> list[Problem]:
         """Return a problem for each name in `target_modules` of which all modules are left out.
 
         Args:
             section: The adapter section of the recipe.
-            left_out: Regular expression of the names of modules that get no adapter and are not trained.
-            saved: Names of modules that are trained and saved whole.
+            left_out: Endings of the names of modules that get no adapter and are not trained.
+            saved: Endings of the names of modules that are trained and saved whole.
             renamed: Names in `target_modules` that peft reads as those of parameters.
         """
         targets = section.target_modules
         every = [*(name for name, kind in self.modules.items() if kind in WITH_WEIGHT), *self.parameters]
-        kept = [name for name in every if not (left_out and re.fullmatch(left_out, name))]
+        kept = [name for name in every if not _is_in(name, left_out)]
         if isinstance(targets, list):
             named = [t for t in targets if _ends(t, every) and not _ends(t, kept) and t not in renamed]
-        elif targets.lower() == ALL_LINEAR:
-            named = []
-            rest = [name for name in kept if not any(_ends(each, [name]) for each in saved)]
-            if not any(self.modules.get(name) in LINEAR for name in rest):
-                what = "adapter.target_modules: all-linear finds no linear layer in this model"
-                return [Problem(what, hint=f"list other modules, such as {_listed(_endings(rest))}")]
-        else:
+        elif targets.lower() != ALL_LINEAR:
             named = [] if any(re.fullmatch(targets, name) for name in kept) else [targets]
+        else:
+            rest = [name for name in kept if not _is_in(name, saved)]
+            if any(self.modules.get(name) in LINEAR for name in rest):
+                return []
+            what = "adapter.target_modules: all-linear finds no linear layer in this model"
+            hint = f"list other modules, such as {_listed(_endings(rest))}" if rest else "exclude fewer modules"
+            return [Problem(what, hint=hint)]
         hint = "remove the name; the log says which parts the rows do not reach"
         why = "because adapter.exclude_modules names them, or no row of the task reaches them"
         return [Problem(f"adapter.target_modules: all modules of {n} are left out, {why}", hint=hint) for n in named]
 
 
 def check_unadaptable(names: Names, section: Adapter) -> None:
-    """Raise `InputError` if `target_modules` names a module that cannot have an adapter; all-linear leaves it out."""
-    if named := [name for name in names.unadaptable if is_named(section, name)]:
+    """Check that `target_modules` names no module that cannot have an adapter. all-linear leaves such modules out.
+
+    Args:
+        names: Names of the model.
+        section: The adapter section of the recipe.
+
+    Raises:
+        InputError: It names one that neither `exclude_modules` nor `modules_to_save` names.
+    """
+    others = [*section.exclude_modules, *section.modules_to_save]
+    if named := sorted(name for name in names.unadaptable if is_named(section, name) and not _is_in(name, others)):
         raise InputError(
             f"adapter.target_modules: {_listed(named)} cannot have an adapter, because {names.unadaptable[named[0]]}",
-            hint="remove its name, or train it whole: name it in adapter.modules_to_save",
+            hint="remove its name, or add it to adapter.exclude_modules if other modules have the name too, or to "
+            "adapter.modules_to_save to train it whole",
         )
 
 
@@ -154,14 +165,14 @@ def outermost(names: Names, endings: list[str]) -> list[str]:
     return kept
 
 
-def refused(names: Names, section: Adapter, left_out: str | None, saved: list[str], error: Exception) -> InputError:
+def refused(names: Names, section: Adapter, left_out: list[str], saved: list[str], error: Exception) -> InputError:
     """Return the error for a section that peft refuses.
 
     Args:
         names: Names of the model.
         section: The adapter section of the recipe.
-        left_out: Regular expression of the names of modules that get no adapter and are not trained.
-        saved: Names of modules that are trained and saved whole.
+        left_out: Endings of the names of modules that get no adapter and are not trained.
+        saved: Endings of the names of modules that are trained and saved whole.
         error: The exception of peft.
     """
     targets = section.target_modules
@@ -202,17 +213,15 @@ def adapted_rows_error() -> InputError:
     )
 
 
-def check_adapted(
-    names: Names, wrapped: Any, section: Adapter, excluded: str | None, left_out: str | None = None
-) -> None:
+def check_adapted(names: Names, wrapped: Any, section: Adapter, left_out: Iterable[str], excluded: str | None) -> None:
     """Check that every name matches, and that peft has adapted all named parts and no excluded ones.
 
     Args:
         names: Names of the model before it had an adapter.
         wrapped: The peft model.
         section: The adapter section of the recipe.
-        excluded: Regular expression of the names of modules without an adapter; None for none.
-        left_out: The same of those of them that are not trained as a whole.
+        left_out: Endings of the names of modules that get no adapter and are not trained.
+        excluded: Regular expression of these names and of those of modules that are trained whole; None for none.
 
     Raises:
         InputError: A name matches nothing, a named module has no adapter, or an excluded part has one.
@@ -269,7 +278,7 @@ def describe_unadapted(model: Any, section: Adapter) -> list[str]:
         name
         for name in [*experts, *(linear if experts else others)]
         if name not in adapted and "lora_" not in name
-        if not any(f".{ending}." in f".{name}." for ending in excluded)
+        if not _is_in(name, excluded)
     ]
     if not left:
         return []
@@ -317,6 +326,11 @@ def _first_expert(names: list[str]) -> str:
 def _ends(ending: str, names: Iterable[str]) -> bool:
     """Return whether any name is `ending` or ends with a dot and `ending`."""
     return any(f".{name}".endswith(f".{ending}") for name in names)
+
+
+def _is_in(name: str, endings: Iterable[str]) -> bool:
+    """Return whether a name ends with one of `endings`, or is inside of a module whose name does."""
+    return any(f".{ending}." in f".{name}." for ending in endings)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

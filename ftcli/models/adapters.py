@@ -91,7 +91,7 @@ def add_adapter(
     names = Names.of(model)
     saved_modules = outermost(names, [*keep, *section.modules_to_save])
     left_out = [*section.exclude_modules, *unreached_parts(model, recipe), *names.unadaptable]
-    excluded, not_trained = _suffix_pattern([*saved_modules, *left_out]), _suffix_pattern(left_out)
+    excluded = _suffix_pattern([*saved_modules, *left_out])
     check_unadaptable(names, section)
     parameters = names.target_parameters(section)
     config = LoraConfig(
@@ -115,8 +115,8 @@ def add_adapter(
             warnings.filterwarnings("ignore", message=r"Model has `tie_word_embeddings=True` and a tied layer")
             wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
     except (TypeError, ValueError) as error:
-        raise refused(names, section, not_trained, saved_modules, error) from error
-    check_adapted(names, wrapped, section, excluded, not_trained)
+        raise refused(names, section, left_out, saved_modules, error) from error
+    check_adapted(names, wrapped, section, left_out, excluded)
     _check_magnitudes(wrapped)
     for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:

@@ -227,9 +227,9 @@ def _without_dropout(section: Model, kwargs: dict[str, Any]) -> Any:
     assert section.dropout is not None
     for owner, key in _dropout_keys(config):
         # transformers declares some probabilities as whole numbers (MPT, LeViT), and refuses 0.0 there.
-        is_whole = isinstance(getattr(owner, key), int) and section.dropout.is_integer()
+        is_whole = section.dropout == 0 and isinstance(getattr(owner, key), int)
         try:
-            setattr(owner, key, int(section.dropout) if is_whole else section.dropout)
+            setattr(owner, key, 0 if is_whole else section.dropout)
         except StrictDataclassError as error:
             raise InputError(
                 f"model.dropout: {key} of the model's configuration cannot be {section.dropout:g}, because "

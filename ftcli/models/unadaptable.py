@@ -5,19 +5,32 @@ The module imports torch inside functions.
 
 from __future__ import annotations
 
+import copy
+import inspect
+import re
 from typing import TYPE_CHECKING, Any
+
+from ftcli.models.structure import full_shape
 
 if TYPE_CHECKING:
     from torch import nn
 
-READ_BY_KERNELS = ("conv1d", "x_proj", "dt_proj", "out_proj")  # parts of state-space layers
+
+READS_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:device|dtype))")
 
 
 def find_unadaptable(model: nn.Module) -> dict[str, str]:
-    """Return the modules of a model whose adapter would be wrong or would not be trained, with the reason.
+    """Return the modules of a model whose adapter would be wrong or would not be trained.
 
     peft adds its product to the output of a linear layer. Routers of PhiMoE and Llama 4 are linear layers that return
-    a tuple. Kernels of state-space layers read the weights of some of their projections and do not call these.
+    a tuple. State-space layers and those of linear attention pass the weights of some of their modules to kernels, and
+    do not call these modules.
+
+    Args:
+        model: A model, with or without an adapter, sharded or not.
+
+    Returns:
+        The reason by the name of the module in the model without adapter.
     """
     import torch
 
@@ -27,27 +40,42 @@ def find_unadaptable(model: nn.Module) -> dict[str, str]:
         if isinstance(module, torch.nn.Linear) and not _returns_a_product(module):
             kind = type(module).__name__
             found[plain] = f"the output of a {kind} is not the product of its input and its weight"
-        own = dict(module.named_parameters(recurse=False))
-        if {"A_log", "D"} <= own.keys():  # the two parameters that Mamba and Mamba 2 have
-            inside = [child for child, _ in module.named_children() if child in READ_BY_KERNELS]
-            found |= {f"{plain}.{child}": "kernels of state-space layers read its weight only" for child in inside}
+        if "A_log" in dict(module.named_parameters(recurse=False)):  # the decay of a state
+            for child in _only_read(module):
+                found[f"{plain}.{child}"] = f"a {type(module).__name__} reads its weight and does not call it"
     return found
+
+
+def _only_read(module: nn.Module) -> list[str]:
+    """Return the names of the linear layers and convolutions in a module whose weights its own code reads."""
+    import torch
+
+    try:
+        code = inspect.getsource(type(module))
+    except (OSError, TypeError):  # the class has no file
+        return []
+    read = set(READS_WEIGHT.findall(code))
+    kinds = (torch.nn.Linear, torch.nn.Conv1d)
+    return [name for name, child in module.named_children() if name in read and isinstance(child, kinds)]
 
 
 def _returns_a_product(module: Any) -> bool:
     """Return whether a linear layer returns one value for each of its outputs; no weight is read.
 
-    Only layers of transformers with a forward of their own are called, with tensors without values.
+    Only the forward methods of transformers' own layers are run, on tensors without values and without hooks.
     """
     import torch
 
-    if type(module).forward is torch.nn.Linear.forward or not type(module).__module__.startswith("transformers."):
+    forward = type(module).forward
+    if forward is torch.nn.Linear.forward or not type(module).__module__.startswith("transformers."):
         return True
-    weights = {name: p.detach().to("meta") for name, p in module.named_parameters()}
+    empty = copy.copy(module)
+    empty._parameters = {
+        name: torch.nn.Parameter(torch.empty(full_shape(one), dtype=one.dtype, device="meta"), requires_grad=False)
+        for name, one in module.named_parameters(recurse=False)
+    }
     try:
-        output = torch.func.functional_call(
-            module, weights, (module.weight.new_empty(2, 3, module.in_features, device="meta"),)
-        )
-    except Exception:  # the layer has other inputs
+        output = forward(empty, torch.empty(2, 3, module.in_features, dtype=module.weight.dtype, device="meta"))
+    except Exception:  # its inputs have another shape, or it has parts of its own
         return False
     return isinstance(output, torch.Tensor) and output.shape == (2, 3, module.out_features)

@@ -94,7 +94,7 @@ class Names:
 
         Args:
             section: The adapter section of the recipe.
-            left_out: Endings of the names of modules that get no adapter and are not trained.
+            left_out: `exclude_modules` and the names of modules that no row reaches.
             saved: Endings of the names of modules that are trained and saved whole.
             renamed: Names in `target_modules` that peft reads as those of parameters.
         """
@@ -171,7 +171,7 @@ def refused(names: Names, section: Adapter, left_out: list[str], saved: list[str
     Args:
         names: Names of the model.
         section: The adapter section of the recipe.
-        left_out: Endings of the names of modules that get no adapter and are not trained.
+        left_out: `exclude_modules` and the names of modules that no row reaches.
         saved: Endings of the names of modules that are trained and saved whole.
         error: The exception of peft.
     """
@@ -220,8 +220,8 @@ def check_adapted(names: Names, wrapped: Any, section: Adapter, left_out: Iterab
         names: Names of the model before it had an adapter.
         wrapped: The peft model.
         section: The adapter section of the recipe.
-        left_out: Endings of the names of modules that get no adapter and are not trained.
-        excluded: Regular expression of these names and of those of modules that are trained whole; None for none.
+        left_out: `exclude_modules` and the names of modules that no row reaches.
+        excluded: Regular expression of the names of all modules without an adapter; None for none.
 
     Raises:
         InputError: A name matches nothing, a named module has no adapter, or an excluded part has one.

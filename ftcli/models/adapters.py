@@ -90,8 +90,8 @@ def add_adapter(
     section, dtype = recipe.adapter, trained_dtype(recipe)
     names = Names.of(model)
     saved_modules = outermost(names, [*keep, *section.modules_to_save])
-    left_out = [*section.exclude_modules, *unreached_parts(model, recipe), *names.unadaptable]
-    excluded = _suffix_pattern([*saved_modules, *left_out])
+    left_out = [*section.exclude_modules, *unreached_parts(model, recipe)]
+    excluded = _suffix_pattern([*saved_modules, *left_out, *names.unadaptable])
     check_unadaptable(names, section)
     parameters = names.target_parameters(section)
     config = LoraConfig(

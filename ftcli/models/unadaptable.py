@@ -36,13 +36,12 @@ def find_unadaptable(model: nn.Module) -> dict[str, str]:
 
     found = {}
     for name, module in model.named_modules():
-        plain = name.replace(".base_layer", "")
+        plain, kind = name.replace(".base_layer", ""), type(module).__name__
         if isinstance(module, torch.nn.Linear) and not _returns_a_product(module):
-            kind = type(module).__name__
             found[plain] = f"the output of a {kind} is not the product of its input and its weight"
         if "A_log" in dict(module.named_parameters(recurse=False)):  # the decay of a state
             for child in _only_read(module):
-                found[f"{plain}.{child}"] = f"a {type(module).__name__} reads its weight and does not call it"
+                found[f"{plain}.{child}"] = f"a {kind} passes the weight alone to kernels, so it would have no effect"
     return found
 
 
@@ -70,7 +69,7 @@ def _returns_a_product(module: Any) -> bool:
     if forward is torch.nn.Linear.forward or not type(module).__module__.startswith("transformers."):
         return True
     empty = copy.copy(module)
-    empty._parameters = {
+    empty._parameters = dict(module._parameters) | {  # a bias may be None
         name: torch.nn.Parameter(torch.empty(full_shape(one), dtype=one.dtype, device="meta"), requires_grad=False)
         for name, one in module.named_parameters(recurse=False)
     }

@@ -5,7 +5,6 @@ The module imports torch inside functions.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from typing import TYPE_CHECKING, Any
@@ -68,11 +67,15 @@ def _returns_a_product(module: Any) -> bool:
     forward = type(module).forward
     if forward is torch.nn.Linear.forward or not type(module).__module__.startswith("transformers."):
         return True
-    empty = copy.copy(module)
-    empty._parameters = dict(module._parameters) | {  # a bias may be None
-        name: torch.nn.Parameter(torch.empty(full_shape(one), dtype=one.dtype, device="meta"), requires_grad=False)
-        for name, one in module.named_parameters(recurse=False)
-    }
+    empty: Any = object.__new__(type(module))
+    torch.nn.Module.__init__(empty)
+    for name, value in vars(module).items():
+        if not name.startswith("_"):  # settings, without hooks and parts
+            setattr(empty, name, value)
+    empty.register_parameter("bias", None)
+    for name, one in module.named_parameters(recurse=False):
+        weight = torch.empty(full_shape(one), dtype=one.dtype, device="meta")
+        empty.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
     try:
         output = forward(empty, torch.empty(2, 3, module.in_features, dtype=module.weight.dtype, device="meta"))
     except Exception:  # its inputs have another shape, or it has parts of its own

@@ -61,7 +61,8 @@ def convert_adapter(path: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    values = {name: value.to(getattr(torch, dtype)) for name, value in load_file(path).items()}
+    wanted, stored = getattr(torch, dtype), load_file(path)  # counters of batch norms stay integers
+    values = {name: value.to(wanted) if value.is_floating_point() else value for name, value in stored.items()}
     save_file(values, path, metadata={"format": "pt"})
 
 

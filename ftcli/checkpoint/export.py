@@ -289,13 +289,12 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
                 expected = _write_merged(job, model, folder, expected)
                 card = merged_card(card)
             else:
-                trained = {name: value.to(dtype) for name, value in trained.items()}
-                write_adapter(model, trained, folder, properties.adapter_task_type)
-                write_trained_on(folder, trained_on(job.checkpoint))
-                buffer_values = {
+                tensors = {name: value.to(dtype) for name, value in trained.items()} | {
                     name: value.to(dtype) if value.is_floating_point() else value for name, value in buffers.items()
                 }
-                digests = {name: digest(value) for name, value in (trained | buffer_values).items()}
+                write_adapter(model, tensors, folder, properties.adapter_task_type)
+                write_trained_on(folder, trained_on(job.checkpoint))
+                digests = {name: digest(value) for name, value in tensors.items()}
                 expected = replace(expected, digests=digests)
         with explain_task_errors(task, "correct the method: the export needs it"):
             write_answer_ends(task, model, folder)

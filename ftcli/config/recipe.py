@@ -148,6 +148,11 @@ class Recipe(Section):
         if mode != "frozen" and not self.data.drop_last:
             message = f"data.drop_last: false pads the last step, and batch_norm: {mode} would count the padding"
             raise ValueError(message)
+        if mode != "frozen" and self.adapter.type != "none" and not self.adapter.modules_to_save:
+            raise ValueError(
+                f"model.batch_norm: {mode} updates running statistics, which an adapter does not hold: set it to "
+                "frozen, or name all batch norms in adapter.modules_to_save"
+            )
         return self
 
 

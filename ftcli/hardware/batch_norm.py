@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import batch_norm
 
+from ftcli.models.structure import base_model_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import current_rank, world_size
 
@@ -42,12 +43,15 @@ def set_batch_norm(model: nn.Module, mode: str) -> list[str]:
         One line for the log, or none for a model without batch normalisation.
 
     Raises:
-        InputError: The statistics of a model without batch normalisation are to be trained.
+        InputError: The statistics of a model without batch normalisation are to be trained, or those of a base model
+            beside an adapter, which does not hold them.
     """
     norms = [(name, module) for name, module in model.named_modules() if isinstance(module, KINDS)]
     if mode != "frozen" and not norms:
         message = f"model.batch_norm: {mode} has no effect: the model has no batch normalisation"
         raise InputError(message, hint="delete it")
+    if mode != "frozen" and base_model_of(model) is not model:
+        _check_saved([name for name, _ in norms], mode)
     for name, module in norms:
         if mode == "frozen":
             module.eval()
@@ -55,6 +59,20 @@ def set_batch_norm(model: nn.Module, mode: str) -> list[str]:
         else:
             module.forward = partial(_forward, module, type(module).forward, name, mode)  # type: ignore[method-assign]
     return [f"batch norm: {mode}, {len(norms)} layers"] if norms else []
+
+
+def _check_saved(names: list[str], mode: str) -> None:
+    """Raise `InputError` if a batch normalisation beside an adapter is not in a module that the adapter saves whole."""
+    inside = {"modules_to_save", "original_module"}  # the module that is trained, and its unused original
+    lost = [name.removeprefix("base_model.model.") for name in names if not inside & set(name.split("."))]
+    if lost:
+        last = lost[0].rpartition(".")[2]
+        raise InputError(
+            f"model.batch_norm: {mode} would update the running statistics of {lost[0]}, which the adapter does not "
+            "hold, so they would be lost at the end of the run",
+            hint="set batch_norm to frozen, train the whole model (adapter.type: none), or name all batch norms in "
+            f"adapter.modules_to_save, for instance {lost[0] if last.isdigit() else last}",
+        )
 
 
 def trained_norms(model: nn.Module) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.data.label_names import number_name, same_labels
 from ftcli.data.revisions import is_on_hub
+from ftcli.models.structure import saved_buffers
 from ftcli.models.trained_on import trained_on
 from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.log import log_line
@@ -37,11 +38,13 @@ def write_adapter(model: Any, values: dict[str, Tensor], folder: Path, task_type
 
     Args:
         model: The peft model.
-        values: Trained tensors by their names in the model.
+        values: Trained tensors by their names in the model. Buffers among them replace those of the model.
         folder: Folder to write into.
         task_type: peft's name of the task, written if the adapter's configuration has none; None writes nothing.
     """
-    model.save_pretrained(folder, state_dict=values, save_embedding_layers=False)
+    # peft writes modules_to_save with their buffers, such as the statistics of batch norms.
+    buffers = {name: value for name, value in saved_buffers(model).items() if ".modules_to_save." in name}
+    model.save_pretrained(folder, state_dict=buffers | values, save_embedding_layers=False)
     base = model.get_base_model()
     path = folder / "adapter_config.json"
     adapter_config = json.loads(path.read_text(encoding="utf-8"))
@@ -230,9 +233,10 @@ def _loadable_heads(base: Any, heads: list[str]) -> list[str] | None:
     """Return `modules_to_save` in a form that peft can load with a task type; None if there is none.
 
     With a task type peft saves modules called classifier or score as a whole. It would wrap submodules of such a
-    module a second time. The module replaces its submodules if all its weights are in them.
+    module a second time. The module replaces its submodules if all its weights are in them, and if no other name
+    matches one of them.
     """
-    modules = []
+    modules, inside = [], set()
     for head in heads:
         names = head.split(".")
         owner = next((".".join(names[: n + 1]) for n, name in enumerate(names[:-1]) if name in PEFT_HEADS), None)
@@ -241,6 +245,10 @@ def _loadable_heads(base: Any, heads: list[str]) -> list[str] | None:
             parameters = [name for name, _ in _base_parameters(base, owner)]
             if not all(any(name.startswith(f"{each}.") for each in heads) for name in parameters):
                 return None
+            inside.update(parameters)
+    others = [name for name in modules if name in heads]
+    if any(f".{other}." in f".{name}" for other in others for name in inside):
+        return None
     return list(dict.fromkeys(modules))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.models.architectures import EXPERT_MODULES
 from ftcli.models.structure import base_model_of, full_shape
+from ftcli.models.unadaptable import find_unadaptable
 from ftcli.runtime.errors import InputError, Problem, nearest, shortened
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ class Names:
     Attributes:
         modules: Name of the class of each module, by the module's name.
         parameters: Names of the matrices that belong to no linear layer, convolution or embedding: those of experts.
-        routers: Names of the linear layers that peft cannot adapt, see `routers_of`.
+        unadaptable: Name -> reason of the modules that cannot have an adapter, see `find_unadaptable`.
     """
 
     modules: dict[str, str]
     parameters: list[str]
-    routers: list[str]
+    unadaptable: dict[str, str]
 
     @classmethod
     def of(cls, model: nn.Module) -> Names:
@@ -51,7 +52,7 @@ class Names:
             for name, parameter in model.named_parameters()
             if len(full_shape(parameter)) in (2, 3) and modules.get(name.rpartition(".")[0]) not in WITH_WEIGHT
         ]
-        return cls(modules, parameters, routers_of(model))
+        return cls(modules, parameters, find_unadaptable(model))
 
     def target_parameters(self, section: Adapter) -> list[str]:
         """Return the names in `target_modules` that mean parameters. A name that matches a module means that module."""
@@ -86,44 +87,98 @@ class Names:
                     found.append(Problem(what, hint=_hint(ending, names)))
         return found
 
+    def without_effect(
+        self, section: Adapter, left_out: Iterable[str], *, saved: Iterable[str] = (), renamed: Iterable[str] = ()
+    ) -> list[Problem]:
+        """Return a problem for each name in `target_modules` of which all modules are left out.
 
-def routers_of(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers of a model in transformers that have a forward of their own.
+        Args:
+            section: The adapter section of the recipe.
+            left_out: `exclude_modules` and the names of modules that no row reaches.
+            saved: Endings of the names of modules that are trained and saved whole.
+            renamed: Names in `target_modules` that peft reads as those of parameters.
+        """
+        targets = section.target_modules
+        every = [*(name for name, kind in self.modules.items() if kind in WITH_WEIGHT), *self.parameters]
+        kept = [name for name in every if not _is_in(name, left_out)]
+        if isinstance(targets, list):
+            named = [t for t in targets if _ends(t, every) and not _ends(t, kept) and t not in renamed]
+        elif targets.lower() != ALL_LINEAR:
+            named = [] if any(re.fullmatch(targets, name) for name in kept) else [targets]
+        else:
+            rest = [name for name in kept if not _is_in(name, saved)]
+            if any(self.modules.get(name) in LINEAR for name in rest):
+                return []
+            what = "adapter.target_modules: all-linear finds no linear layer in this model"
+            hint = f"list other modules, such as {_listed(_endings(rest))}" if rest else "exclude fewer modules"
+            return [Problem(what, hint=hint)]
+        hint = "remove the name; the log says which parts the rows do not reach"
+        why = "because adapter.exclude_modules names them, or no row of the task reaches them"
+        return [Problem(f"adapter.target_modules: all modules of {n} are left out, {why}", hint=hint) for n in named]
 
-    peft adds its product to their output, which is not a product alone: routers of PhiMoE and Llama 4 return a tuple.
+
+def check_unadaptable(names: Names, section: Adapter) -> None:
+    """Check that `target_modules` names no module that cannot have an adapter. all-linear leaves such modules out.
+
+    Args:
+        names: Names of the model.
+        section: The adapter section of the recipe.
+
+    Raises:
+        InputError: It names one that neither `exclude_modules` nor `modules_to_save` names.
     """
-    import torch
-
-    return [
-        name.replace(".base_layer", "")
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        if type(module).forward is not torch.nn.Linear.forward and type(module).__module__.startswith("transformers.")
-    ]
-
-
-def check_routers(names: Names, section: Adapter) -> None:
-    """Raise `InputError` if `target_modules` names a linear layer that peft cannot adapt; all-linear leaves it out."""
-    if named := [name for name in names.routers if is_named(section, name)]:
+    others = [*section.exclude_modules, *section.modules_to_save]
+    if named := sorted(name for name in names.unadaptable if is_named(section, name) and not _is_in(name, others)):
         raise InputError(
-            f"adapter.target_modules: {_listed(named)} cannot have an adapter, because the output of a "
-            f"{names.modules[named[0]]} is not the product of its input and its weight",
-            hint="remove its name, or train it whole: name it in adapter.modules_to_save",
+            f"adapter.target_modules: {_listed(named)} cannot have an adapter, because {names.unadaptable[named[0]]}",
+            hint="remove its name, or add it to adapter.exclude_modules if other modules have the name too, or to "
+            "adapter.modules_to_save to train it whole",
         )
 
 
-def refused(names: Names, section: Adapter, error: Exception) -> InputError:
+def outermost(names: Names, endings: list[str]) -> list[str]:
+    """Return the names of `modules_to_save` without those of parts of other modules that it names.
+
+    A part is trained with the module that contains it. peft would wrap it twice, and one of the two copies would have
+    no gradient.
+
+    Args:
+        names: Names of the model.
+        endings: Module-name endings, new heads among them.
+
+    Raises:
+        InputError: A name matches such a part and other modules too.
+    """
+    matches = {ending: [name for name in names.modules if _ends(ending, [name])] for ending in endings}
+    saved = {name for found in matches.values() for name in found}
+    owner = {name: next((s for s in sorted(saved) if name.startswith(f"{s}.")), None) for name in saved}
+    kept = [ending for ending, found in matches.items() if not found or not all(owner[name] for name in found)]
+    for ending in kept:
+        part = next((name for name in matches[ending] if owner[name]), None)
+        if part is not None:
+            other = next(name for name in matches[ending] if not owner[name])
+            raise InputError(
+                f"adapter.modules_to_save: {ending} names {part}, which is a part of {owner[part]}, and modules "
+                f"outside of it, such as {other}",
+                hint="give longer endings for the modules outside, or remove one of the names",
+            )
+    return kept
+
+
+def refused(names: Names, section: Adapter, left_out: list[str], saved: list[str], error: Exception) -> InputError:
     """Return the error for a section that peft refuses.
 
     Args:
         names: Names of the model.
         section: The adapter section of the recipe.
+        left_out: `exclude_modules` and the names of modules that no row reaches.
+        saved: Endings of the names of modules that are trained and saved whole.
         error: The exception of peft.
     """
     targets = section.target_modules
     is_renamed = "Cannot convert" in str(error) or "ParamWrapper" in str(error)
     unmatched = names.problems(section, renamed=targets if is_renamed else ())
-    if unmatched:
+    if unmatched := unmatched or names.without_effect(section, left_out, saved=saved):
         return InputError(unmatched)
     if "ParamWrapper" in str(error):
         keys = [key for key in ("lora_dropout", "use_dora") if getattr(section, key)]
@@ -144,7 +199,10 @@ def refused(names: Names, section: Adapter, error: Exception) -> InputError:
         )
     if "rainable_token" in str(error) or "TrainableTokens" in str(error):
         return adapted_rows_error()
-    return InputError(f"adapter.target_modules: {shortened(str(error), 300)}")
+    return InputError(
+        f"adapter.target_modules: {shortened(str(error), 300)}",
+        hint="name other modules, or those that cannot have an adapter in adapter.exclude_modules",
+    )
 
 
 def adapted_rows_error() -> InputError:
@@ -155,14 +213,15 @@ def adapted_rows_error() -> InputError:
     )
 
 
-def check_adapted(names: Names, wrapped: Any, section: Adapter, excluded: str | None) -> None:
+def check_adapted(names: Names, wrapped: Any, section: Adapter, left_out: Iterable[str], excluded: str | None) -> None:
     """Check that every name matches, and that peft has adapted all named parts and no excluded ones.
 
     Args:
         names: Names of the model before it had an adapter.
         wrapped: The peft model.
         section: The adapter section of the recipe.
-        excluded: Regular expression of the names of modules without an adapter; None for none.
+        left_out: `exclude_modules` and the names of modules that no row reaches.
+        excluded: Regular expression of the names of all modules without an adapter; None for none.
 
     Raises:
         InputError: A name matches nothing, a named module has no adapter, or an excluded part has one.
@@ -170,7 +229,8 @@ def check_adapted(names: Names, wrapped: Any, section: Adapter, excluded: str | 
     config, targets = wrapped.peft_config["default"], section.target_modules
     by_peft = set(config.target_parameters or ()) - set(names.target_parameters(section))
     renamed = set(targets) - set(config.target_modules or ()) if by_peft and isinstance(targets, list) else set()
-    if problems := names.problems(section, renamed=renamed):
+    problems = names.problems(section, renamed=renamed)
+    if problems := problems or names.without_effect(section, left_out, renamed=renamed):
         raise InputError(problems)
     adapted = _adapted(wrapped)
     wrong = [name for name in adapted if excluded and re.fullmatch(excluded, name)]
@@ -194,7 +254,7 @@ def check_adapted(names: Names, wrapped: Any, section: Adapter, excluded: str | 
 
 
 def describe_unadapted(model: Any, section: Adapter) -> list[str]:
-    """Return a log line if `all-linear` leaves weights of layers of a model with experts without an adapter.
+    """Return a log line if `all-linear` leaves linear layers or parameters of experts without an adapter.
 
     Args:
         model: The model of a run, not sharded by a wrapper of its own.
@@ -211,20 +271,21 @@ def describe_unadapted(model: Any, section: Adapter) -> list[str]:
         if len(full_shape(parameter)) == 3 and not name.count("lora_")
         if set(EXPERT_MODULES) & set((plain := name.replace(".base_layer", "")).split("."))
     ]
-    routers = routers_of(inner)
-    linear = [n for n, kind in modules.items() if (kind in LINEAR or n in routers) and re.search(r"\.\d+\.", n)]
+    unadaptable = find_unadaptable(inner)
+    others = [name for name in unadaptable if "Conv" not in modules[name]]
+    linear = [n for n, kind in modules.items() if (kind in LINEAR or n in others) and re.search(r"\.\d+\.", n)]
     left = [
         name
-        for name in [*experts, *(linear if experts else ())]
+        for name in [*experts, *(linear if experts else others)]
         if name not in adapted and "lora_" not in name
-        if not any(f".{ending}." in f".{name}." for ending in excluded)
+        if not _is_in(name, excluded)
     ]
     if not left:
         return []
-    return [
-        f"adapter: all-linear leaves {_listed(left)} without an adapter. Parameters of experts get one if "
-        "adapter.target_modules is a list that names them, such as experts.down_proj"
-    ]
+    of_experts = (
+        ". Parameters of experts get one if adapter.target_modules is a list that names them, such as experts.down_proj"
+    )
+    return [f"adapter: all-linear leaves {_listed(left)} without an adapter{of_experts if experts else ''}"]
 
 
 def _adapted(wrapped: Any) -> set[str]:
@@ -252,6 +313,11 @@ def is_named(section: Adapter, name: str) -> bool:
     return any(_ends(target, [name]) for target in targets)
 
 
+def _endings(names: Iterable[str]) -> list[str]:
+    """Return the distinct last parts of names that are not numbers."""
+    return [last for last in dict.fromkeys(name.rpartition(".")[2] for name in names) if not last.isdigit()]
+
+
 def _first_expert(names: list[str]) -> str:
     """Return the first name of a parameter of experts, or else the first name."""
     return next((name for name in names if set(EXPERT_MODULES) & set(name.split("."))), names[0])
@@ -260,6 +326,11 @@ def _first_expert(names: list[str]) -> str:
 def _ends(ending: str, names: Iterable[str]) -> bool:
     """Return whether any name is `ending` or ends with a dot and `ending`."""
     return any(f".{name}".endswith(f".{ending}") for name in names)
+
+
+def _is_in(name: str, endings: Iterable[str]) -> bool:
+    """Return whether a name ends with one of `endings`, or is inside of a module whose name does."""
+    return any(f".{ending}." in f".{name}." for ending in endings)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

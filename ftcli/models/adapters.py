@@ -82,17 +82,17 @@ def add_adapter(
 
     from ftcli.data.revisions import is_on_hub
     from ftcli.models.adapter_folder import check_labels, has_label_names
-    from ftcli.models.adapter_targets import Names, check_adapted, check_routers, refused
+    from ftcli.models.adapter_targets import Names, check_adapted, check_unadaptable, outermost, refused
     from ftcli.models.new_tokens import new_token_rows
     from ftcli.models.precision import trained_dtype
     from ftcli.models.unreached import unreached_parts
 
     section, dtype = recipe.adapter, trained_dtype(recipe)
-    saved_modules = [*keep, *section.modules_to_save]
     names = Names.of(model)
-    left_out = [*section.exclude_modules, *unreached_parts(model, recipe), *names.routers]
-    excluded = _suffix_pattern([*saved_modules, *left_out])
-    check_routers(names, section)
+    saved_modules = outermost(names, [*keep, *section.modules_to_save])
+    left_out = [*section.exclude_modules, *unreached_parts(model, recipe)]
+    excluded = _suffix_pattern([*saved_modules, *left_out, *names.unadaptable])
+    check_unadaptable(names, section)
     parameters = names.target_parameters(section)
     config = LoraConfig(
         task_type=task_type,
@@ -115,8 +115,8 @@ def add_adapter(
             warnings.filterwarnings("ignore", message=r"Model has `tie_word_embeddings=True` and a tied layer")
             wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
     except (TypeError, ValueError) as error:
-        raise refused(names, section, error) from error
-    check_adapted(names, wrapped, section, excluded)
+        raise refused(names, section, left_out, saved_modules, error) from error
+    check_adapted(names, wrapped, section, left_out, excluded)
     _check_magnitudes(wrapped)
     for name, parameter in wrapped.named_parameters():
         if parameter.requires_grad:

@@ -221,9 +221,21 @@ def load_configuration(section: Model) -> dict[str, Any]:
 
 def _without_dropout(section: Model, kwargs: dict[str, Any]) -> Any:
     """Return the model's configuration with every dropout probability set to the recipe's."""
+    from huggingface_hub.errors import StrictDataclassError
+
     config = _load_config(section, kwargs)
+    assert section.dropout is not None
     for owner, key in _dropout_keys(config):
-        setattr(owner, key, section.dropout)
+        # transformers declares some probabilities as whole numbers (MPT, LeViT), and refuses 0.0 there.
+        is_whole = section.dropout == 0 and isinstance(getattr(owner, key), int)
+        try:
+            setattr(owner, key, 0 if is_whole else section.dropout)
+        except StrictDataclassError as error:
+            raise InputError(
+                f"model.dropout: {key} of the model's configuration cannot be {section.dropout:g}, because "
+                "transformers declares it as a whole number",
+                hint="set model.dropout to 0, or delete it",
+            ) from error
     return config
 
 

@@ -41,7 +41,7 @@ CLASSES = {
 SOME_FAST = [
     "sft-tied",
     *(pytest.param(n, marks=pytest.mark.slow) for n in ("sft-untied", "sft-lora", "text-lora", "mobilenet")),
-    *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet-sync", "vit-mixed")),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet-sync", "resnet-lora", "vit-mixed")),
 ]
 Ftcli = Callable[..., tuple[int, str]]
 

@@ -240,6 +240,7 @@ SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "resnet": {"optimizer": SGD},
     "resnet-sync": {"optimizer": SGD, "model": {"batch_norm": "sync"}, "batch": {"micro_size": 12}},
     "resnet-train": {"optimizer": SGD, "model": {"batch_norm": "train"}},
+    "resnet-lora": {"optimizer": SGD, "model": {"batch_norm": "train"}},
 }
 LORA = {"type": "lora", "r": 3, "lora_alpha": 6}
 CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -262,6 +263,11 @@ CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
 FURTHER_CELLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pretrain": ("pretrain", "tied", {}),
     "resnet-train": ("image_classification", "resnet", {}),
+    "resnet-lora": (
+        "image_classification",
+        "resnet",
+        LORA | {"target_modules": ["convolution"], "modules_to_save": ["normalization"]},
+    ),
     "sft-terms": ("sft", "tied", {}),
     "class-weights": ("text_classification", "encoder", {}),
     "multi-label": ("text_classification", "encoder", {}),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ftcli.checkpoint.assemble import merged_weights
-from ftcli.checkpoint.conversion import name_dtype
+from ftcli.checkpoint.conversion import convert_adapter, name_dtype
 from ftcli.checkpoint.export_job import ExportJob
 from ftcli.checkpoint.final import load_plain
 from ftcli.checkpoint.hf_shards import save_weights
@@ -221,3 +221,12 @@ def test_resize_of_embeddings_that_a_wrong_configuration_ties_keeps_the_head(tmp
     assert len(model.lm_head.weight) == 260 and torch.equal(model.lm_head.weight[:258], head[:258])
     save_config(None, model, tmp_path / "final")
     assert json.loads((tmp_path / "final" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_convert_adapter_keeps_counters_of_batch_norms_as_integers(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({"weight": torch.ones(2), "num_batches_tracked": torch.tensor(257)}, path)  # bfloat16 has no 257
+    convert_adapter(path, "bfloat16")
+    stored = load_file(path)
+    assert stored["weight"].dtype == torch.bfloat16 and stored["num_batches_tracked"].dtype == torch.int64
+    assert stored["num_batches_tracked"] == 257

@@ -437,6 +437,11 @@ def test_load_recipe_with_a_wrong_override_quotes_it(recipe: Path, override: str
             ["task=pretrain"],
             "--set task=pretrain: unknown key 'train_on' in task_options",
         ),
+        (
+            "adapter: {type: lora, r: 4}\n",
+            ["model.batch_norm=train"],
+            "--set model.batch_norm=train: model.batch_norm: train updates running statistics, which an",
+        ),
         ("schedule: {min_ratio: 0.5, name: constant}\n", ["seed=3"], "r.yaml:12: schedule.min_ratio has no effect"),
     ],
 )

@@ -13,6 +13,7 @@ import ftcli
 from ftcli.hardware.batch_norm import set_batch_norm, trained_norms
 from ftcli.runtime.errors import InputError
 from ftcli.testing import save_tiny_resnet
+from ftcli.tiny_models import build_tiny
 from ftcli.training.resume import recipe_changes
 
 from ...support.cells import cell
@@ -48,6 +49,28 @@ def test_set_batch_norm_of_a_model_without_it_logs_nothing() -> None:
 def test_set_batch_norm_of_a_model_without_it_is_refused_unless_frozen(mode: str) -> None:
     with pytest.raises(InputError, match=f"(?s)model.batch_norm: {mode} has no effect: .*delete it"):
         set_batch_norm(nn.Linear(2, 2), mode)
+
+
+def test_set_batch_norm_of_a_norm_that_no_adapter_saves_is_refused(tmp_path: Path) -> None:
+    from ftcli.models.adapters import add_adapter
+
+    def adapted(*saved: str) -> Any:
+        section = {"type": "lora", "r": 2, "target_modules": ["convolution"], "modules_to_save": list(saved)}
+        recipe = resnet(tmp_path, adapter=section)
+        model = build_tiny("ResNetModel", embedding_size=8, hidden_sizes=[8], depths=[1])
+        return add_adapter(model, recipe, keep=[], task_type=None)
+
+    model = adapted("normalization")
+    set_batch_norm(model, "train")
+    assert any(".modules_to_save." in name for name, module in model.named_modules() if module in trained_norms(model))
+    some = adapted("embedder.normalization")
+    set_batch_norm(some, "frozen")
+    expected = (
+        r"(?s)model.batch_norm: train would update the running statistics of encoder\.stages\.0\S+\.normalization, "
+        r".*adapter\.modules_to_save, for instance normalization"
+    )
+    with pytest.raises(InputError, match=expected):
+        set_batch_norm(some, "train")
 
 
 @pytest.mark.parametrize("mode", ["train", "sync"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModel, AutoPeftModelForSequenceClassification, PeftModel
+from peft.utils.other import ModulesToSaveWrapper
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -19,6 +20,7 @@ from transformers import (
     ElectraModel,
     LlamaConfig,
     LlamaModel,
+    ResNetModel,
     XLNetConfig,
     XLNetModel,
 )
@@ -26,9 +28,10 @@ from transformers import (
 from ftcli.checkpoint.final import load_plain
 from ftcli.config.recipe import Recipe
 from ftcli.models.adapter_folder import BASE_CONFIG, check_labels, label_settings, write_adapter
-from ftcli.models.adapters import add_adapter
+from ftcli.models.adapters import add_adapter, load_adapter_weights
 from ftcli.models.load import load_model
 from ftcli.runtime.errors import InputError
+from ftcli.testing import save_tiny_resnet
 
 from ...support.recipes import minimal_values
 
@@ -42,14 +45,18 @@ BASES: dict[str, tuple[Any, Any]] = {
     "electra": (ElectraModel, ElectraConfig(**SMALL)),  # its head is a module with two layers
     "xlnet": (XLNetModel, XLNetConfig(vocab_size=99, d_model=32, n_layer=1, n_head=4, d_inner=37)),
     "sentiments": (ElectraForSequenceClassification, ElectraConfig(**SMALL, num_labels=5)),  # one layer of it is new
+    "other name": (ElectraModel, ElectraConfig(**SMALL)),  # it matches a layer of the head too
     "several": (BertForSequenceClassification, BertConfig(**SMALL, problem_type="multi_label_classification")),
 }
-TYPES = dict.fromkeys(BASES, "SEQ_CLS") | {"sentiments": None}  # peft would save the whole head, with a task type
+# peft would save the whole head, with a task type
+TYPES = dict.fromkeys(BASES, "SEQ_CLS") | {"sentiments": None, "other name": None}
+MORE = {"other name": {"target_modules": ["query"], "modules_to_save": ["dense"]}}
 
 
-def recipe_of(folder: Path) -> Recipe:
+def recipe_of(folder: Path, **section: Any) -> Recipe:
+    adapter = {"type": "lora", "r": 2} | section
     values = minimal_values(
-        "text_classification", model={"name": str(folder)}, data={"train": "t.jsonl"}, adapter={"type": "lora", "r": 2}
+        "text_classification", model={"name": str(folder)}, data={"train": "t.jsonl"}, adapter=adapter
     )
     return Recipe.model_validate(values)
 
@@ -60,7 +67,7 @@ def test_clients_load_an_adapter_with_its_head_and_label_names(name: str, tmp_pa
     kind, config = BASES[name]
     torch.manual_seed(0)
     kind(config).save_pretrained(tmp_path / "base")
-    recipe, folder = recipe_of(tmp_path / "base"), tmp_path / "adapter"
+    recipe, folder = recipe_of(tmp_path / "base", **MORE.get(name, {})), tmp_path / "adapter"
     head: dict[str, Any] = {"new_head": True, "labels": LABELS, "problem_type": "single_label_classification"}
     base, heads = load_model(AUTO, recipe, **head, dtype=torch.float32)
     model: Any = add_adapter(base, recipe, keep=heads, task_type=None).eval()
@@ -97,6 +104,26 @@ def test_clients_load_an_adapter_with_its_head_and_label_names(name: str, tmp_pa
     labels = r"trained for the labels \['neg', .* the rows have \['pos', 'neg', 'so-so'\]"
     with pytest.raises(InputError, match=labels):
         load_model(AUTO, recipe, **swapped, dtype=torch.float32, weights=folder)
+
+
+def test_write_adapter_keeps_the_statistics_of_batch_norms_that_are_saved_whole(tmp_path: Path) -> None:
+    base = save_tiny_resnet(tmp_path / "base")
+    section = {"target_modules": ["convolution"], "modules_to_save": ["normalization"]}
+
+    def adapted() -> Any:
+        return add_adapter(ResNetModel.from_pretrained(base), recipe_of(base, **section), keep=[], task_type=None)
+
+    model, fresh, folder = adapted().train(), adapted(), tmp_path / "adapter"
+    model(torch.randn(4, 3, 32, 32))  # updates the statistics
+    trained = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    write_adapter(model, trained, folder, None)
+    clients = {"peft": PeftModel.from_pretrained(ResNetModel.from_pretrained(base), str(folder)), "ftcli": fresh}
+    load_adapter_weights(fresh, folder)
+    statistics = {name: value for name, value in model.state_dict().items() if ".modules_to_save.default.r" in name}
+    assert len(statistics) == 2 * sum(isinstance(module, ModulesToSaveWrapper) for module in model.modules()) > 0
+    for client, loaded in clients.items():
+        values = loaded.state_dict()
+        assert all(torch.equal(values[name], value) for name, value in statistics.items()), client
 
 
 def test_check_labels_of_weights_trained_for_other_labels_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssForCausalLM", SIZES | {"num_local_experts": 4, "head_dim": 8}),
     "mixtral": ("MixtralForCausalLM", SIZES | {"num_local_experts": 4, "head_dim": 8}),
     "phimoe": ("PhimoeForCausalLM", SIZES | {"num_local_experts": 4}),
+    "mamba": ("MambaForCausalLM", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "time_step_rank": 4}),
+    "jamba": (
+        "JambaForCausalLM",
+        SIZES | {"attn_layer_period": 2, "attn_layer_offset": 0, "num_experts": 1, "mamba_dt_rank": 4},
+    ),
+    "falcon": (
+        "FalconForCausalLM",
+        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
     "llama4": ("Llama4ForCausalLM", SIZES | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}),
 }
 OLD_NAMES = ["gate_proj", "up_proj", "down_proj"]  # of experts that were modules before transformers 5
@@ -118,6 +127,44 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"target_modules": ["q_proj", "router"]},
         ("model.layers.0.mlp.router", "the output of a PhimoeTopKRouter", "adapter.modules_to_save"),
     ),
+    "a projection whose weight kernels read": (
+        "mamba",
+        {"target_modules": ["in_proj", "x_proj"]},
+        (
+            "backbone.layers.0.mixer.x_proj",
+            "a MambaMixer passes the weight alone to kernels",
+            "adapter.exclude_modules",
+        ),
+    ),
+    "a name of which all modules are excluded": (
+        "llama",
+        {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["mlp"]},
+        ("target_modules: all modules of up_proj are left out, because adapter.exclude_modules", "remove the name"),
+    ),
+    "an expression of which all modules are excluded": (
+        "llama",
+        {"target_modules": r".*\.up_proj", "exclude_modules": ["mlp"]},
+        (r"target_modules: all modules of .*\.up_proj are left out",),
+    ),
+    "all linear layers excluded": (
+        "llama",
+        {"exclude_modules": ["layers", "lm_head"]},
+        ("target_modules: all-linear finds no linear layer in this model", "such as embed_tokens"),
+    ),
+    "a saved module with others of its name outside": (
+        "llama",
+        {"modules_to_save": ["layers.1.mlp", "up_proj"]},
+        (
+            "modules_to_save: up_proj names model.layers.1.mlp.up_proj, which is a part of model.layers.1.mlp",
+            "outside of it, such as model.layers.0.mlp.up_proj",
+            "give longer endings",
+        ),
+    ),
+    "layers that are all saved whole": (
+        "llama",
+        {"modules_to_save": ["layers"]},
+        ("target_modules: No modules were targeted", "adapter.exclude_modules"),
+    ),
 }
 
 
@@ -147,6 +194,16 @@ ADAPTED: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         "glm4_moe",
         {"target_modules": OLD_NAMES, "exclude_modules": ["shared_experts", "layers.0.mlp"]},
         {"mlp.experts", "mlp.experts.base_layer"},
+    ),
+    "projections that a state-space layer calls": (
+        "jamba",
+        {"target_modules": ["x_proj", "in_proj", "out_proj"]},
+        {"mamba.x_proj", "mamba.in_proj", "mamba.out_proj"},
+    ),
+    "a projection that is named and saved whole": (
+        "mamba",
+        {"target_modules": ["in_proj", "x_proj"], "modules_to_save": ["x_proj"]},
+        {"mixer.in_proj"},
     ),
 }
 
@@ -209,6 +266,34 @@ def test_all_linear_of_a_model_whose_router_returns_a_tuple_leaves_it_out(kind: 
     model(input_ids=torch.tensor([[1, 2, 3]]))
     (line,) = describe_unadapted(model, Recipe.model_validate(RECIPE).adapter)
     assert ".router" in line and any("q_proj.lora_A" in name for name, _ in model.named_parameters())
+
+
+# model -> modules that all-linear adapts and leaves out
+ALL_LINEAR: dict[str, tuple[set[str], set[str]]] = {
+    "mamba": ({"in_proj"}, {"dt_proj", "out_proj", "x_proj"}),
+    "jamba": ({"in_proj", "x_proj", "out_proj"}, {"dt_proj"}),
+    "falcon": ({"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, set()),
+}
+
+
+@pytest.mark.parametrize("kind", ALL_LINEAR)
+def test_all_linear_adapts_the_layers_that_are_called_and_names_the_others(kind: str) -> None:
+    expected, left_out = ALL_LINEAR[kind]
+    model = adapted(kind)
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.square().sum().backward()
+    weights = {name.partition(".lora_B")[0]: p.grad for name, p in model.named_parameters() if "lora_B" in name}
+    assert expected <= {name.rpartition(".")[2] for name in weights}
+    assert [name for name, gradient in weights.items() if gradient is None or not gradient.any()] == []
+    lines = describe_unadapted(model, Recipe.model_validate(RECIPE).adapter)
+    assert len(lines) == bool(left_out) and all(f".{name}" in lines[0] for name in left_out)
+
+
+def test_add_adapter_with_a_saved_module_and_a_part_of_it_trains_both_once() -> None:
+    model = adapted("llama", modules_to_save=["layers.1.mlp", "layers.1.mlp.up_proj"])
+    saved = [name for name, p in model.named_parameters() if p.requires_grad and "modules_to_save" in name]
+    assert [name.split(".")[-2] for name in saved] == ["gate_proj", "up_proj", "down_proj"]
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.square().sum().backward()
+    assert all(model.get_parameter(name).grad is not None for name in saved)
 
 
 def test_add_adapter_continues_an_adapter_with_the_ranks_that_peft_gives_experts(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 # Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md describes the results)
 # Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers, short,
 # short_8b, short_trl, short_trl_halves, patches; and for two GPUs without flash-attn: two_lora two_1b two_3b two_shapes
-# two_patches two_where.
+# two_patches two_where two_short.
 # Groups that need more GPUs are left out.
 # WORK contains weights (1B 2.5 GB, 8B 16 GB); memory (/dev/shm/...) is faster than most disks. RESULTS receives
 # facts.jsonl, log-*.txt, and the profiles where-*.txt. EXTRAS names folders (A:B) with packages for some of the lines
@@ -150,8 +150,12 @@ two_lora() { # adapters of 8B on one GPU and two, without flash-attn
     more lora_ddp_bare 150 "${at[@]}" --profile ddp --processes 2 --peer bare
     more lora_ddp 150 "${at[@]}" --profile ddp --processes 2 "${best[@]}"
     more lora_fsdp 200 "${at[@]}" --profile fsdp --processes 2 "${best[@]}"
+    more lora_fsdp_sharded 150 "${at[@]}" --profile fsdp --processes 2 "${best[@]}" \
+        --label "extras, frozen weights sharded" --set model.shard_frozen=true
     more lora_fsdp_again 150 "${at[@]}" --profile fsdp --processes 2 "${best[@]}" --label "extras, second start" --steps 8
     more lora_zero3 200 "${at[@]}" --profile zero3 --processes 2 "${best[@]}"
+    more qlora_ddp 150 "${at[@]}" --four-bit --profile ddp --processes 2 "${best[@]}"
+    more qlora_fsdp 150 "${at[@]}" --four-bit --profile fsdp --processes 2 "${best[@]}"
 }
 
 two_1b() { # DDP beside one GPU, without flash-attn
@@ -179,6 +183,10 @@ two_where() { # profiles of the cells that miss their goals
     [ -n "${REHEARSAL:-}" ] && at+=(--cpu --shape tiny --length 128 --micro-size 2 --precision fp32)
     more where_ddp 100 --shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --profile ddp --processes 2 \
         "${best[@]}" "${at[@]}" --trace "$results/where-ddp-two-h100.txt"
+    more where_zero3 100 --shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --profile zero3 --processes 2 \
+        "${best[@]}" "${at[@]}" --trace "$results/where-1b-zero3.txt"
+    more where_fsdp 100 --shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --profile fsdp --processes 2 \
+        "${best[@]}" "${at[@]}" --trace "$results/where-1b-fsdp.txt"
     more where_3b 150 --shape llama-3.2-3b --length 8192 --micro-size 1 --task pretrain --profile fsdp --processes 2 \
         --learning-rate 1e-6 "${best[@]}" "${at[@]}" --trace "$results/where-3b-fsdp.txt"
     more where_3b_bare 150 --shape llama-3.2-3b --length 8192 --micro-size 1 --task pretrain --profile fsdp \
@@ -226,6 +234,16 @@ patches() { # each optional patch left out, on one GPU
         more "patch_padded_$name" 60 "${at[@]}" --shape bert-base --length 128 --micro-size 32 \
             --task text_classification --precision bf16 --without "$name"
     done
+}
+
+two_short() { # short rows that are not packed, on one GPU and on two
+    has 2 two_short || return 0
+    local at=(--shape qwen3-0.6b --length 4096 --median 250 --task sft --precision bf16) both=(--micro-size 8 --processes 2)
+    local own=(--peer ftcli --set batch.micro_size=auto --label "as init writes it")
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --median 30 --cpu --precision fp32 --task sft)
+    cell two_short_one 60 "${at[@]}" --micro-size 16 "${own[@]}"
+    cell two_short_ddp 60 "${at[@]}" "${both[@]}" --profile ddp "${own[@]}"
+    cell two_short_fsdp 60 "${at[@]}" "${both[@]}" --profile fsdp "${own[@]}"
 }
 
 two_patches() { # each optional patch of FSDP2 and ZeRO-3 left out

@@ -38,6 +38,11 @@ class ShardCounts:
     zero_stage: int = 0  # stage of DeepSpeed; 0 for other backends
 
     @property
+    def shards_on_gpus(self) -> bool:
+        """Whether FSDP2 shards weights and keeps the shards on the GPUs."""
+        return self.weights > 1 and not self.zero_stage
+
+    @property
     def has_master_weights(self) -> bool:
         """Whether the optimizer has its own copy of the weights. Stage 3 updates the weights of the model itself."""
         return self.zero_stage in (1, 2) or (self.is_stage_3 and self.weights == 0)

@@ -107,6 +107,11 @@ class Model(Section):
         description="Store activations in pinned host memory until the backward pass. With gradient_checkpointing full "
         f"(the result of auto in this case) only the inputs of layers are stored. {MACHINE_HINT}",
     )
+    shard_frozen: Literal["auto"] | bool = Field(
+        "auto",
+        description="Shard frozen weights under an adapter (FSDP). false: keep them whole on each GPU and train the "
+        f"adapter as under ddp. auto: false if they fit; the log and `ftcli check` state the choice. {MACHINE_HINT}",
+    )
 
     @model_validator(mode="after")
     def _check_compile(self) -> Model:

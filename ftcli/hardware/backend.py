@@ -103,6 +103,10 @@ class Backend:
             dtype: The autocast dtype, in which the other parameters are sent; None without autocast.
         """
 
+    def preparing(self, accelerator: Accelerator) -> AbstractContextManager[None]:
+        """Return a context for `Accelerator.prepare`."""
+        return nullcontext()
+
     # After `Accelerator.prepare`
 
     def after_prepare(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -136,6 +140,11 @@ class Backend:
         No weight may change inside the context.
         """
         return precision.cast_once(accelerator.device.type)
+
+    def no_sync(self, accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which backward passes do not sum gradients over the ranks."""
+        context: AbstractContextManager[None] = accelerator.no_sync(model)
+        return context
 
     def backward(self, accelerator: Accelerator, loss: Tensor, factor: float) -> None:
         """Add the gradients of `loss * factor`. A collective in the last micro-batch of a window.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ftcli.hardware import weight_broadcast
 from ftcli.hardware.backend import Backend
 from ftcli.runtime.patches import declare
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 
 # Size in MiB of the buckets in which gradients are summed over the ranks during the backward pass. The sum of the last
@@ -76,3 +79,47 @@ class DDP(Backend):
                 model.process_group._wait_for_pending_works()  # the watchdog polls ten times per second
             device = next(model.parameters()).device
             torch.distributed.all_reduce(torch.zeros((), device=device), group=model.process_group)
+
+
+class Replicas(DDP):
+    """A whole copy of the model on each process under an FSDP profile, for an adapter over weights that fit."""
+
+    def before_prepare(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        """Return the model on the device, or as it is if one rank has read the weights for all."""
+        is_empty = any(parameter.is_meta for parameter in model.parameters())
+        return model if is_empty else model.to(accelerator.device)
+
+    @contextmanager
+    def broadcast_weights(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        """Send every rank the reading rank's weights, before the context is entered. A collective."""
+        memory = weight_broadcast.HostMemory()
+        for parameter in model.parameters():
+            value = parameter.detach()
+            is_reader = weight_broadcast.is_reader()
+            whole = value.to(accelerator.device) if is_reader else torch.empty_like(value, device=accelerator.device)
+            torch.distributed.broadcast(whole, src=weight_broadcast.READER_RANK)
+            weight_broadcast.replace(parameter, whole)
+            memory.release(value)
+        weight_broadcast.share_buffers(model, accelerator.device)
+        yield
+
+    @contextmanager
+    def preparing(self, accelerator: Accelerator) -> Iterator[None]:
+        """Return a context in which `Accelerator.prepare` wraps the model as under ddp, instead of sharding it.
+
+        Accelerate's state is shared by all runs of a process, so the type of distribution is set back.
+        """
+        from accelerate.utils import DistributedType
+
+        state, on_cpu = accelerator.state, accelerator.device.type == "cpu"
+        (accelerator.ddp_handler,) = self.accelerator_options()["kwargs_handlers"]
+        before, state.distributed_type = state.distributed_type, DistributedType["MULTI_CPU" if on_cpu else "MULTI_GPU"]
+        try:
+            yield
+        finally:
+            state.distributed_type = before
+
+    def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[None]:
+        """Return a context without a sum of gradients, that of the wrapper. Accelerate would look for FSDP's."""
+        context: AbstractContextManager[None] = model.no_sync()
+        return context

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hardware:
     """The accelerator, the backend and the ranks of a run.
 
@@ -62,6 +62,10 @@ class Hardware:
     def may_compile(self, model: nn.Module) -> bool:
         """Return whether layers of an unprepared model may be compiled."""
         return self.backend.may_compile(model)
+
+    def replicate(self) -> None:
+        """Put the whole model on each process as ddp does, under an FSDP profile. Called before `before_prepare`."""
+        self.backend = BACKENDS["REPLICAS"]
 
     @property
     def steps_on_gpu(self) -> bool:
@@ -114,13 +118,12 @@ class Hardware:
         self.ranks.wait_for_slowest()
         if reads_weights_once() and not is_quantised(model):
             broadcast = self.backend.broadcast_weights(self.accelerator, model, optimizer)
-        with broadcast:
+        with broadcast, self.backend.preparing(self.accelerator):
             self.backend.shard_small_params(self.accelerator, model, optimizer, self.autocast_dtype)
             present = [loader for loader in loaders if loader is not None]
             model, optimizer, *present = self.accelerator.prepare(model, optimizer, *present)
         self.backend.after_prepare(model, self.autocast_dtype)
-        prepared = iter(present)
-        return model, optimizer, [None if loader is None else next(prepared) for loader in loaders]
+        return model, optimizer, [None if loader is None else present.pop(0) for loader in loaders]
 
     def micro_batches(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the micro-batches of a window. Until the last one is done, casts of whole weights are shared."""
@@ -128,14 +131,13 @@ class Hardware:
             yield from batches
 
     def accumulating(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch; gradients are summed over ranks in the last one of a window.
+        """Return the context of one micro-batch. The last one of a window sums gradients over ranks.
 
-        If `Backend.sync_every_micro_batch` is true, each one sums them. Accelerate does not count: windows differ.
+        With `Backend.sync_every_micro_batch` each one does. Accelerate does not count: windows differ.
         """
         self.accelerator.sync_gradients = is_last
-        sums = is_last or self.backend.sync_every_micro_batch
-        block: AbstractContextManager[None] = nullcontext() if sums else self.accelerator.no_sync(model)
-        return block
+        is_silent = not (is_last or self.backend.sync_every_micro_batch)
+        return self.backend.no_sync(self.accelerator, model) if is_silent else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch. The last one of a window sums them over the ranks, a collective.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.hardware import weight_broadcast
 from ftcli.hardware.backend import Backend
-from ftcli.hardware.ddp import DDP
+from ftcli.hardware.ddp import DDP, Replicas
 from ftcli.hardware.deepspeed import DeepSpeed
 from ftcli.hardware.fsdp import FSDP2
 from ftcli.runtime.patches import declare
@@ -25,6 +25,7 @@ BACKENDS: dict[str, Backend] = {  # by the name of Accelerate's DistributedType
     "MULTI_CPU": DDP(),
     "FSDP": FSDP2(),
     "DEEPSPEED": DeepSpeed(),
+    "REPLICAS": Replicas(),  # instead of FSDP, where a run chooses it
 }
 
 LAUNCH = "accelerate.utils.launch"

@@ -288,6 +288,7 @@ def _expect_passes(
     from ftcli.config.profile import ShardCounts
     from ftcli.data.cached_counts import cached_lengths
     from ftcli.data.paths import model_folder
+    from ftcli.models.frozen_sharding import choose_frozen
     from ftcli.models.memory_estimate import choose_mode
     from ftcli.models.pass_budget import describe_passes
     from ftcli.models.shape import measure_model
@@ -302,6 +303,9 @@ def _expect_passes(
     compiled = bool(recipe.model.torch_compile) and not has_hooks  # if the recipe leaves it open, the run decides
     sizes, how = measure_model(folder, recipe), {"fused": compiled, "compiled": compiled}
     lengths, largest = cached_lengths(recipe), None
+    rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
+    shares, frozen = choose_frozen(recipe, sizes, shares, tokens=rows * tokens, capacity=capacity, **how)
+    facts = {} if frozen is None else {"frozen weights": frozen.removeprefix("frozen weights ")}
     notes: list[str] = []
     if lengths and not recipe.data.packing:
         from ftcli.training.short_rows import expect_passes
@@ -310,9 +314,9 @@ def _expect_passes(
         plan, largest, notes = expected.plan, expected.tokens, expected.notes
         if expected.budget is not None:
             line = describe_passes(recipe, sizes, shares, expected.budget, tokens=largest, capacity=capacity, **how)
-            return plan, {"memory": line.removeprefix("memory ")}, notes
+            return plan, facts | {"memory": line.removeprefix("memory ")}, notes
     _, line = choose_mode(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, largest=largest, **how)
-    return plan, {"memory": line.removeprefix("memory ")}, notes
+    return plan, facts | {"memory": line.removeprefix("memory ")}, notes
 
 
 def _exactness_notes(recipe: Recipe, plan: Plan) -> list[str]:

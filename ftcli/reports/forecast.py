@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ftcli.config.compatibility import check_pair
 from ftcli.config.plan import Plan, derive_batches, derive_plan
 from ftcli.models.architectures import architecture_of
+from ftcli.models.frozen_sharding import choose_frozen
 from ftcli.models.kernels.compile import LEAST_SAVED, seconds_saved
 from ftcli.models.memory_estimate import (
     USABLE_FRACTION,
@@ -158,6 +159,10 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     known = replace(known, plan=plan, tokens=plan.global_size * target.lengths.tokens)
     if target.size is None:
         return known
+    compiled, rows = _compiles(profile, target, plan, "none"), recipe.batch.micro_size
+    tokens = target.longest * (1 if rows == "auto" else rows)
+    how = {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
+    shares, _ = choose_frozen(recipe, target.size, shares, tokens=tokens, capacity=target.capacity, **how)
     if recipe.batch.micro_size == "auto" and target.typical:
         return replace(_by_tokens(profile, target, plan, shares), tokens=known.tokens)
     candidates = [_of_size(profile, target, plan, shares, micro) for micro in _micro_sizes(recipe, processes)]

@@ -15,6 +15,7 @@ import torch
 from ftcli.config.profile import profile_of_process
 from ftcli.data.packing import lengths_of, row_capacity
 from ftcli.hardware.batch_norm import trained_norms
+from ftcli.models.frozen_sharding import choose_frozen
 from ftcli.models.kernels.activation_checkpointing import can_recompute, enable_recomputation
 from ftcli.models.kernels.activation_offloading import offload_activations
 from ftcli.models.kernels.compile import compile_layers
@@ -54,6 +55,8 @@ class Recomputation:
         passes: How rows are divided into forward passes by tokens; None: by number.
         counts: The number of passes; None without `passes`.
         notes: Lines for the log about rows that are short.
+        frozen_line: The line for the log about frozen weights; None if they cannot be whole or sharded.
+        is_replicated: Whether an FSDP profile keeps the whole model on each device.
     """
 
     mode: str
@@ -61,6 +64,8 @@ class Recomputation:
     passes: PassRule | None = None
     counts: PassCounts | None = None
     notes: tuple[str, ...] = ()
+    frozen_line: str | None = None
+    is_replicated: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ class Acceleration:
     @property
     def memory_lines(self) -> list[str]:
         """Lines for the log: the memory estimate, and what packing would bring."""
-        return [self.recomputation.memory_line, *self.recomputation.notes]
+        choice = self.recomputation
+        return [*([choice.frozen_line] if choice.frozen_line else []), choice.memory_line, *choice.notes]
 
     def applied_to(self, data: PreparedData) -> PreparedData:
         """Return the data of the run with the passes that its rows are divided into."""
@@ -117,6 +123,8 @@ def accelerate_model(
     device_type, may_compile = hardware.accelerator.device.type, hardware.may_compile(model)
     estimated, _ = compile_choice("none", device_type=device_type, may_compile=may_compile)
     choice = choose_recomputation(model, recipe, data, hardware, compiled=bool(estimated.model.torch_compile))
+    if choice.is_replicated:
+        hardware.replicate()
     recomputed = choice.mode
     recipe, not_compiled = compile_choice(recomputed, device_type=device_type, may_compile=may_compile)
     kernel_lines = [*use_kernels(model, recipe, hardware, recomputed), *not_compiled]
@@ -181,6 +189,8 @@ def choose_recomputation(
     has_liger = liger_problem(recipe, kind, on_gpu=device_type == "cuda") is None
     norms, capacity = any(trained_norms(model)), min((size for size in capacities if size is not None), default=None)
     how = {"can_recompute": can_recompute(model) and not norms, "fused": compiled or has_liger, "compiled": compiled}
+    of_profile = shares
+    shares, frozen_line = _choose_frozen(recipe, data, sizes, shares, capacity, how)
     if recipe.batch.micro_size == "auto" and data.sizes is not None:
         choice = _choose_passes(recipe, data, data.sizes, sizes, shares, capacity, device_type, how)
     else:
@@ -192,6 +202,7 @@ def choose_recomputation(
         if data.sizes is not None:
             by_number = PassRule(data.sizes, plan.processes, 0, is_flat)
             choice = replace(choice, notes=tuple(note_of_run(recipe, plan, rows, by_number, sizes.shape, device_type)))
+    choice = replace(choice, frozen_line=frozen_line, is_replicated=shares != of_profile)
     if norms:
         _check_batch_norm(recipe, choice)
     enable_recomputation(model, choice.mode)
@@ -215,6 +226,23 @@ def _check_batch_norm(recipe: Recipe, choice: Recomputation) -> None:
             f"model.batch_norm: {recipe.model.batch_norm}",
             hint="set batch.micro_size to a number, or batch_norm to frozen",
         )
+
+
+def _choose_frozen(
+    recipe: Recipe,
+    data: PreparedData,
+    sizes: ModelSize,
+    shares: ShardCounts,
+    capacity: int | None,
+    how: dict[str, bool],
+) -> tuple[ShardCounts, str | None]:
+    """Choose whether frozen weights are sharded. With `batch.micro_size: auto` they are whole if one row fits then."""
+    rows, size = 1 if recipe.batch.micro_size == "auto" else data.plan.micro_size, data.sizes
+    tokens = rows * _longest_row(recipe, data.rows)
+    if size is not None and rows > 1 and capacity is not None and shares.shards_on_gpus:
+        is_flat = getattr(data.task, "is_flat", False)
+        tokens = largest_micro_batch(recipe, data.plan, data.rows, size, is_flat=is_flat, size=rows) or tokens
+    return choose_frozen(recipe, sizes, shares, tokens=tokens, capacity=capacity, **how)
 
 
 def _choose_passes(

@@ -350,6 +350,25 @@ def test_load_profile_of_a_file_from_accelerate_config_succeeds() -> None:
     assert check_pair(a_recipe("bf16"), profile) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "adapter", "reason"),
+    [
+        ("zero3", "lora", "it keeps no whole weights on the GPUs"),
+        ("zero3_offload", "lora", "it keeps no whole weights on the GPUs"),
+        ("fsdp_offload", "lora", "it keeps no whole weights on the GPUs"),
+        ("fsdp", "none", "needs an adapter"),
+        *((name, "lora", "") for name in ("fsdp", "hsdp", "ddp", "zero2", "single")),
+    ],
+)
+def test_check_pair_of_whole_frozen_weights_refuses_profiles_without_them(name: str, adapter: str, reason: str) -> None:
+    recipe = a_recipe("bf16")
+    changes = {"model": {"shard_frozen": False}, "adapter": {"type": adapter}}
+    sections = {key: getattr(recipe, key).model_copy(update=change) for key, change in changes.items()}
+    problems = check_pair(recipe.model_copy(update=sections), load_profile(name))
+    assert len(problems) == bool(reason)
+    assert all("model.shard_frozen: false" in p.what and reason in p.what and p.hint for p in problems)
+
+
 def test_check_pair_of_bf16_pure_and_deepspeed_offload_is_refused() -> None:
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
     section = "{deepspeed_config_file: ds.json, zero3_init_flag: false}"

@@ -1,0 +1,57 @@
+"""Choose whether the frozen weights under an adapter are sharded or whole. Light: never imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftcli.config.profile import ShardCounts
+from ftcli.models.memory_estimate import USABLE_FRACTION, estimate_modes, modes_to_try
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
+    from ftcli.models.shape import ModelSize
+
+
+def choose_frozen(
+    recipe: Recipe,
+    sizes: ModelSize,
+    shares: ShardCounts,
+    *,
+    tokens: int,
+    capacity: int | None,
+    can_recompute: bool = True,
+    fused: bool = False,
+    compiled: bool = False,
+) -> tuple[ShardCounts, str | None]:
+    """Choose whether an adapter and the weights under it are sharded, or whole on each device.
+
+    Whole frozen weights are never gathered. The adapter is small, so it is whole then too, and trained as under ddp.
+    With auto the weights are whole if they fit without any recomputation, because recomputing takes longer than
+    gathering.
+
+    Args:
+        recipe: The recipe of the run.
+        sizes: The size of the model.
+        shares: Over how many processes the profile shards weights, gradients and optimizer state.
+        tokens: Tokens of the largest micro-batch.
+        capacity: Memory of the smallest device in bytes; None without a device.
+        can_recompute: Whether the model's layers support recomputation.
+        fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
+        compiled: Whether the layers are compiled in the modes none and full.
+
+    Returns:
+        The counts of the run, and a line for the log; None if there is nothing to choose.
+    """
+    requested = recipe.model.shard_frozen
+    has_choice = shares.shards_on_gpus and recipe.adapter.type != "none"
+    if not has_choice:
+        return shares, None
+    whole, reason = ShardCounts(), "as set"
+    if requested == "auto":
+        modes, _ = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused)
+        needed = estimate_modes(recipe, sizes, whole, tokens=tokens, fused=fused, compiled=compiled)[modes[0]].total
+        requested = capacity is None or needed > USABLE_FRACTION * capacity
+        reason = f"auto: whole ones would need {needed / 1e9:.2f} GB" if requested else "auto: they fit"
+        reason = "auto: no device" if capacity is None else reason
+    where = f"sharded over {shares.weights} processes" if requested else "whole on each GPU, so trained as under ddp"
+    return shares if requested else whole, f"frozen weights {sizes.frozen_bytes / 1e9:.2f} GB, {where} ({reason})"

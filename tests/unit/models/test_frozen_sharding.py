@@ -1,0 +1,62 @@
+"""The choice between sharded and whole frozen weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftcli.config.profile import ShardCounts
+from ftcli.config.recipe import Recipe
+from ftcli.models.frozen_sharding import choose_frozen
+from ftcli.models.shape import ModelSize, Shape
+
+FSDP = ShardCounts(4, 4, 4)
+SIZES = ModelSize(10**6, 8 * 10**9, Shape(2, 8, 32, 8, 8, 2, 1000, None))
+
+
+def recipe(shard_frozen: bool | str = "auto", adapter: str = "lora") -> Recipe:
+    return Recipe.model_validate(
+        {
+            "task": "sft",
+            "model": {"name": "m", "shard_frozen": shard_frozen},
+            "data": {"train": "t.jsonl", "max_length": 16},
+            "adapter": {"type": adapter},
+            "batch": {"global_size": 8, "micro_size": 2},
+            "train": {"max_steps": 1},
+            "optimizer": {"learning_rate": 1e-3},
+            "precision": "bf16",
+        }
+    )
+
+
+def chosen(
+    shard_frozen: bool | str = "auto", *, shares: ShardCounts = FSDP, capacity: int | None = 80 * 10**9
+) -> tuple[ShardCounts, str | None]:
+    return choose_frozen(recipe(shard_frozen), SIZES, shares, tokens=16, capacity=capacity)
+
+
+def test_frozen_weights_are_whole_where_they_fit() -> None:
+    shares, line = chosen()
+    assert shares == ShardCounts()
+    assert line == "frozen weights 8.00 GB, whole on each GPU, so trained as under ddp (auto: they fit)"
+    shares, line = chosen(capacity=8 * 10**9)
+    assert shares == FSDP
+    assert line is not None and "sharded over 4 processes (auto: whole ones would need 8.0" in line
+    assert chosen(capacity=None)[1] == "frozen weights 8.00 GB, sharded over 4 processes (auto: no device)"
+
+
+def test_a_recipe_decides_for_itself() -> None:
+    assert chosen(True)[0] == FSDP
+    assert chosen(False, capacity=10**9)[0] == ShardCounts()
+
+
+@pytest.mark.parametrize(
+    ("shares", "adapter"),
+    [(ShardCounts(4, 4, 4, zero_stage=3), "lora"), (ShardCounts(0, 0, 0), "lora"), (FSDP, "none")],
+    ids=["zero3", "fsdp_offload", "without an adapter"],
+)
+def test_weights_stay_sharded_where_there_is_no_choice(shares: ShardCounts, adapter: str) -> None:
+    assert choose_frozen(recipe("auto", adapter), SIZES, shares, tokens=16, capacity=10**12) == (shares, None)
+
+
+def test_without_shards_there_is_nothing_to_choose() -> None:
+    assert chosen(False, shares=ShardCounts()) == (ShardCounts(), None)

@@ -190,6 +190,8 @@ def recipe_of(line: dict[str, Any]) -> Recipe:
         values["model"]["activation_offloading"] = True
     if cell["lora"]:
         values["adapter"] = {"type": "lora", "r": cell["lora"]}
+        if cell["profile"] == "fsdp":
+            values["model"]["shard_frozen"] = "whole on each GPU" not in facts
     if cell.get("four_bit"):
         values["model"]["quantization"] = {"load_in_4bit": True}
     return Recipe.model_validate(values)

@@ -48,8 +48,8 @@ class ExportJob:
     @property
     def tolerance(self) -> float:
         """Largest relative distance from the logits of the trained model."""
-        rounded = ROUNDING_TOLERANCES[self.dtype] if self.merge or not self.is_adapter else 0.0
-        return max(TOLERANCES[self.recipe.precision], rounded, MERGED_TOLERANCE if self.merge else 0.0)
+        rounding = ROUNDING_TOLERANCES[self.dtype]
+        return max(TOLERANCES[self.recipe.precision], rounding, MERGED_TOLERANCE if self.merge else 0.0)
 
     @property
     def head_width(self) -> int:

@@ -46,21 +46,17 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
         message = "precision is fp8, which was not tested under DeepSpeed"
         problems.append(Problem(message, where, "use precision: bf16, or the profile fsdp"))
     if recipe.model.shard_frozen is False:
-        problems += _frozen_problems(recipe, profile, where)
+        problems += _frozen_problems(profile, where)
     return problems
 
 
-def _frozen_problems(recipe: Recipe, profile: Profile, where: str) -> list[Problem]:
-    """Return a problem if frozen weights are to be whole, and the profile shards them in another way than FSDP2."""
+def _frozen_problems(profile: Profile, where: str) -> list[Problem]:
+    """Return a problem if frozen weights are to be whole on the GPUs, and the profile has no whole weights there."""
     offloads = (profile.values.get("fsdp_config") or {}).get("fsdp_offload_params") is True
-    hint = "remove the key, or choose fsdp or ddp"
-    if profile.is_stage_3 or offloads:
-        message = "model.shard_frozen: false cannot run on this profile: it keeps no whole weights on the GPUs"
-        return [Problem(message, where, hint)]
-    if profile.distributed_type == "FSDP" and recipe.adapter.type == "none":
-        message = "model.shard_frozen: false needs an adapter, because only frozen weights can be whole"
-        return [Problem(message, where, hint="remove the key, or set adapter.type: lora")]
-    return []
+    if not (profile.is_stage_3 or offloads):
+        return []
+    message = "model.shard_frozen: false cannot run on this profile: it keeps no whole weights on the GPUs"
+    return [Problem(message, where, "remove the key, or choose fsdp or ddp")]
 
 
 def _packing_problems(recipe: Recipe, profile: Profile, where: str) -> list[Problem]:

@@ -11,6 +11,7 @@ Shapes: B rows, C labels.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +21,14 @@ from ftcli.runtime.errors import InputError, Problem, RowError
 from ftcli.tasks.protocol import Batch, Row
 from ftcli.tasks.shared.augmentation import Augmentation, AugmentationOptions
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
-from ftcli.tasks.shared.images import check_image, disable_decoding, find_image, load_image, read_size
+from ftcli.tasks.shared.images import (
+    check_image,
+    disable_decoding,
+    find_image,
+    load_image,
+    normalised_pixels,
+    read_size,
+)
 from ftcli.tasks.shared.label_options import REGRESSION, LabelOptions, option
 from ftcli.tasks.shared.problem_types import (
     blank_target,
@@ -195,15 +203,36 @@ class Task:
     def _pixels(self, rows: list[Row]) -> Tensor:
         """Return the pixels of rows `[B, channels, height, width]`, changed at random in training."""
         images = [self._image(row) for row in rows]
-        how = {}
-        if rows[0]["training"] and self.augmentation.crop_scale is not None:  # they have the model's size already
-            keys = ("do_resize", "do_center_crop")
-            how = {key: False for key in keys if getattr(self.processor, key, None) is not None}
-        pixels: Tensor = self.processor(images, return_tensors="pt", **how)["pixel_values"]
+        has_size = rows[0]["training"] and self.augmentation.crop_scale is not None  # the model's size already
+        if has_size and self.normalises:
+            pixels = normalised_pixels(images, self.processor)
+        else:
+            pixels = self._processed(images, has_size=has_size)
         for index, row in enumerate(rows):
             if row["training"] and self.augmentation.random_erasing:
                 self.augmentation.erase(pixels[index], row["epoch"], row["id"])
         return pixels
+
+    def _processed(self, images: list[Image], *, has_size: bool) -> Tensor:
+        """Return the pixels that the processor makes of images; with `has_size` it does not change their size."""
+        keys = ("do_resize", "do_center_crop") if has_size else ()
+        how = {key: False for key in keys if getattr(self.processor, key, None) is not None}
+        pixels: Tensor = self.processor(images, return_tensors="pt", **how)["pixel_values"]
+        return pixels
+
+    @cached_property
+    def normalises(self) -> bool:
+        """Whether the processor does nothing but rescale and normalise images of the model's size.
+
+        Some change the order of colours or add constants, so the results for one image of noise are compared.
+        """
+        import torch
+        from PIL import Image
+
+        height, width = self.augmentation.size
+        noise = [Image.frombytes("RGB", (width, height), random.Random(0).randbytes(3 * height * width))]
+        expected, found = self._processed(noise, has_size=True), normalised_pixels(noise, self.processor)
+        return expected.shape == found.shape and torch.allclose(found, expected.to(found.dtype), rtol=0, atol=1e-5)
 
     def _image(self, row: Row) -> Image:
         """Return the decoded image of a row, changed at random in training."""

@@ -255,6 +255,19 @@ def test_export_with_dtype_and_shard_size_rounds_once_and_writes_an_index(
     assert json.loads((tmp_path / "e" / "config.json").read_text())["dtype"] == dtype
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["text-lora", "resnet-lora"])
+def test_export_of_an_adapter_in_16_bits_allows_for_their_rounding(
+    name: str, runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
+) -> None:
+    """Heads and batch norms that an adapter saves whole are rounded like the weights of a model."""
+    code, output = ftcli("export", runs(name), tmp_path / "e", "--dtype", "bfloat16")
+    assert code == 0, output
+    exported = load_file(tmp_path / "e" / "adapter_model.safetensors")
+    kinds = {value.dtype for value in exported.values() if value.is_floating_point()}
+    assert kinds == {torch.bfloat16}
+
+
 def test_export_of_a_run_without_final_weights_uses_the_newest_intact_checkpoint(
     runs: Callable[[str], Path], ftcli: Ftcli, tmp_path: Path
 ) -> None:

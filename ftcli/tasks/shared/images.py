@@ -15,6 +15,7 @@ from ftcli.runtime.reader_errors import reason
 if TYPE_CHECKING:
     from datasets import Dataset
     from PIL.Image import Image
+    from torch import Tensor
 
 
 Result = TypeVar("Result")
@@ -162,3 +163,29 @@ def _as_rgb(image: Image) -> Image:
         if image.mode == "F" and 0 < high <= 1:  # type: ignore[operator]  # rounded, all pixels would be black
             raise RowError(f"image has decimal pixels from {low:g} to {high:g}: save it with 8 or 16 bits per pixel")
     return image.convert("RGB")
+
+
+def normalised_pixels(images: list[Image], processor: Any) -> Tensor:
+    """Return RGB images of the model's size as pixels, rescaled and normalised as an image processor does it.
+
+    The processor's Pillow backend takes a quarter of the time of preparing a row for these two steps. Here they are one
+    multiplication and one addition. The results agree up to rounding.
+
+    Args:
+        images: The images, all of one size.
+        processor: The image processor of the model.
+
+    Returns:
+        Pixels `[B, 3, height, width]`, float32.
+    """
+    import numpy
+    import torch
+
+    scale, shift = torch.ones(3), torch.zeros(3)
+    if getattr(processor, "do_rescale", False):
+        scale = scale * processor.rescale_factor
+    if getattr(processor, "do_normalize", False):
+        deviation = torch.tensor(processor.image_std)
+        scale, shift = scale / deviation, -torch.tensor(processor.image_mean) / deviation
+    values = torch.from_numpy(numpy.stack([numpy.asarray(image) for image in images])).permute(0, 3, 1, 2)
+    return torch.addcmul(shift.view(3, 1, 1), values.float(), scale.view(3, 1, 1)).contiguous()

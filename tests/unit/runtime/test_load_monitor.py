@@ -100,6 +100,12 @@ def test_open_gpu_without_nvidia_ml_py_names_the_package(monkeypatch: pytest.Mon
         LoadSampler(0).open_gpu("aaaa")
 
 
+def of_gpus(events: Path) -> list[dict[str, Any]]:
+    """Return the events that are not about the load of this machine's own cores, which other processes may cause."""
+    recorded = [json.loads(line) for line in events.read_text().splitlines()]
+    return [event for event in recorded if event["event"] != "crowded cores"]
+
+
 @pytest.mark.usefixtures("quick")
 def test_monitors_of_two_ranks_record_both_and_report_an_idle_and_hot_gpu_once(
     tmp_path: Path, nvml: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -119,7 +125,7 @@ def test_monitors_of_two_ranks_record_both_and_report_an_idle_and_hot_gpu_once(
     other.begin_training("bbbb")
     main.step = 5
     events = tmp_path / "events.jsonl"
-    wait_for(lambda: events.exists() and len(events.read_text().splitlines()) == 2)
+    wait_for(lambda: events.exists() and len(of_gpus(events)) == 2)
     used = [f"load/gpu_utilisation_percent/rank-{rank}" for rank in range(2)]
     row = wait_for(lambda: {*used} <= (taken := main.take()).keys() and taken)
     assert [row[name] for name in used] == [97.0, 2.0]
@@ -127,8 +133,8 @@ def test_monitors_of_two_ranks_record_both_and_report_an_idle_and_hot_gpu_once(
     other.stop()
     main.stop()
     lines = [line.removeprefix("ftcli: ") for line in capsys.readouterr().err.splitlines()]
-    recorded = [json.loads(line) for line in events.read_text().splitlines()]
-    assert [event["text"] for event in recorded] == lines
+    recorded = of_gpus(events)
+    assert [event["text"] for event in recorded] == [line for line in lines if "GPU" in line]
     assert sorted(event["event"] for event in recorded) == ["idle GPU", "throttled GPU"]
     assert all(event["step"] == 5 and "rank 1 on" in event["text"] for event in recorded)
     assert not (tmp_path / "load").exists()

@@ -25,7 +25,7 @@ from ftcli.data.image_folders import folder_digest, image_files
 from ftcli.data.sources import check_source, read_rows
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.build import build_task
-from ftcli.tasks.shared.images import check_image, find_image, load_image
+from ftcli.tasks.shared.images import check_image, find_image, load_image, normalised_pixels
 from ftcli.testing import save_tiny_vit
 
 from ....support.recipes import minimal_values
@@ -363,3 +363,32 @@ def test_load_image_of_decimal_pixels_up_to_one_is_refused() -> None:
     image = Image.fromarray(np.full((4, 4), 0.5, dtype=np.float32))
     with pytest.raises(RowError, match=r"decimal pixels from 0.5 to 0.5"):
         load_image(None, encoded(image, "TIFF"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_plain"),
+    [
+        ({}, True),
+        ({"do_normalize": False}, True),
+        ({"do_rescale": False}, True),
+        ({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "rescale_factor": 1 / 128}, True),
+        ({"image_processor_type": "MobileViTImageProcessor", "do_flip_channel_order": True}, False),
+        ({"image_processor_type": "EfficientNetImageProcessor", "include_top": True}, False),
+    ],
+)
+def test_pixels_of_cropped_images_are_those_of_the_processor(
+    changes: dict[str, Any], is_plain: bool, tmp_path: Path
+) -> None:
+    """Some processors change the order of colours, or normalise twice; their own code then makes the pixels."""
+    import torch
+
+    config = save_tiny_vit(tmp_path / "vit") / "preprocessor_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    recipe = recipe_of(config.parent, tmp_path)
+    task: Any = build_task(recipe.model_copy(update={"task_options": {"crop_scale": [0.5, 1.0]}}))
+    assert task.normalises == is_plain
+    height, width = task.augmentation.size
+    images = [Image.effect_noise((width, height), sigma).convert("RGB") for sigma in (20, 90)]
+    found, expected = normalised_pixels(images, task.processor), task._processed(images, has_size=True)
+    assert found.is_contiguous() and found.dtype == torch.float32
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5) == is_plain

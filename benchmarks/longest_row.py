@@ -42,7 +42,7 @@ def ftcli_step(cell: Cell, work: Path) -> Step:
 
     inputs = inputs_of(cell, work)
     adapter = ["adapter.type=lora", f"adapter.r={cell.lora}", f"adapter.lora_alpha={2 * cell.lora}"]
-    sizes = ["model.gradient_checkpointing=full", "model.activation_offloading=true", "model.torch_compile=true"]
+    sizes = ["model.gradient_checkpointing=tiled", "model.activation_offloading=true", "model.torch_compile=true"]
     overrides = [*adapter, *sizes, *(["model.quantization.load_in_4bit=true"] if cell.four_bit else [])]
     run: Any = prepare(inputs.recipe, overrides=overrides, cpu=cell.cpu)
     rows = Rows(run.rows.train, run.task, training=True, bins=run.rows.bins)

@@ -94,18 +94,18 @@ class Model(Section):
         f"run is long enough to gain time; the log states the choice. {MACHINE_HINT}",
     )
     gradient_checkpointing: Annotated[
-        Literal["auto", "none", "selective", "full"], BeforeValidator(_checkpointing_mode)
+        Literal["auto", "none", "selective", "full", "tiled"], BeforeValidator(_checkpointing_mode)
     ] = Field(
         "auto",
         description="Activations that the backward pass recomputes instead of storing them: less memory, more time. "
-        "none: nothing. selective: all except matrix products and attention. full: each layer, from its input. auto: "
-        "the first of these that fits the device by an estimate; the log and `ftcli check` state the choice and the "
-        f"reason. true and false mean full and none. {MACHINE_HINT}",
+        "none: nothing. selective: all except matrix products and attention. full: each layer, from its input. tiled: "
+        "the same, with MLPs in tiles of tokens. auto: the first of these that fits the device by an estimate; the log "
+        f"and `ftcli check` state the choice and the reason. true and false mean full and none. {MACHINE_HINT}",
     )
     activation_offloading: bool = Field(
         False,
         description="Store activations in pinned host memory until the backward pass. With gradient_checkpointing full "
-        f"(the result of auto in this case) only the inputs of layers are stored. {MACHINE_HINT}",
+        f"or tiled (the results of auto in this case) only the inputs of layers are stored. {MACHINE_HINT}",
     )
     shard_frozen: Literal["auto"] | bool = Field(
         "auto",

@@ -48,7 +48,7 @@ def choose_frozen(
         return shares, None
     whole, reason = ShardCounts(), "as set"
     if requested == "auto":
-        modes, _ = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused)
+        modes, _ = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused, can_tile=False)
         needed = estimate_modes(recipe, sizes, whole, tokens=tokens, fused=fused, compiled=compiled)[modes[0]].total
         requested = capacity is None or needed > USABLE_FRACTION * capacity
         reason = f"auto: whole ones would need {needed / 1e9:.2f} GB" if requested else "auto: they fit"

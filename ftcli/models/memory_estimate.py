@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
 
 
-MODES = ("none", "selective", "full")  # what the backward pass recomputes; the fastest mode first
+MODES = ("none", "selective", "full", "tiled")  # what the backward pass recomputes; the fastest mode first
+OF_WHOLE_LAYERS = ("full", "tiled")
 USABLE_FRACTION = 0.9  # of a device's memory; driver, communication buffers and fragmentation take the rest
 # Largest number of logits in one chunk of linear_cross_entropy.py, unless a single row has more. 2^28 bfloat16 logits
 # are 512 MiB. Chunks are large because each one reads and writes the whole gradient of the head's weight.
 MAX_LOGITS_PER_CHUNK = 2**28
 # Tiles of tokens in which tiled_mlp.py computes the MLP of a recomputed layer. In 4 bits each tile dequantizes the
-# weights again, which takes about a tenth of the time of its products at 4,096 tokens.
-TILE_TOKENS, MOST_TILES = 4096, 16
+# weights again, which takes about a tenth of the time of its products.
+TILE_TOKENS, MOST_TILES = 2048, 64
 OFFLOADED_ON_DEVICE = 3  # activations that are on their way to the host or back, or are used
 
 
@@ -99,8 +100,9 @@ def estimate_memory(
     how: dict[str, Any] = {"fused": fused or compiled, "adapter": has_frozen_16_bit_weights(recipe)}
     how["rank"] = 0 if recipe.adapter.type == "none" else recipe.adapter.r
     current = shape.activation_bytes(recipe.precision, "none", **how)  # the layer that is computing
-    if mode == "full" or (compiled and how["adapter"]):  # it is recomputed as a whole before its gradients are computed
-        has_tiles = mode == "full" and tiles_mlps(recipe, shape, shares)
+    # Whether a whole layer is recomputed before its gradients are computed.
+    if mode in OF_WHOLE_LAYERS or (compiled and how["adapter"]):
+        has_tiles = mode == "tiled" and tiles_mlps(recipe, shape, shares)
         tile = min(batch, max(TILE_TOKENS, -(-batch // MOST_TILES))) if has_tiles else batch
         computing = shape.recomputed_bytes(recipe.precision, current, is_fused=how["fused"], tokens=batch, tile=tile)
     else:
@@ -120,12 +122,12 @@ def estimate_memory(
     return MemoryEstimate(uses)
 
 
-def tiles_mlps(recipe: Recipe, shape: Shape, shares: ShardCounts) -> bool:
-    """Return whether MLPs of recomputed layers are computed in tiles in long passes (training/acceleration.py).
+def tiles_mlps(recipe: Recipe, shape: Shape | None, shares: ShardCounts) -> bool:
+    """Return whether the MLPs of recomputed layers can be computed in tiles in long passes (kernels/tiled_mlp.py).
 
     Under ZeRO-3 that depends on the layers, which are not known here; the estimate is then too high.
     """
-    return shape.tiles_mlp and recipe.precision != "fp8" and not shares.is_stage_3
+    return shape is not None and shape.tiles_mlp and recipe.precision != "fp8" and not shares.is_stage_3
 
 
 def tiles_of_pass(tokens: int) -> int:
@@ -237,12 +239,15 @@ def choose_mode(
         compiled=compiled,
         fresh_gradients=fresh_gradients,
     )
-    modes, reason = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused)
+    can_tile = tiles_mlps(recipe, sizes.shape, shares)
+    modes, reason = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused, can_tile=can_tile)
     limit = math.inf if capacity is None else USABLE_FRACTION * capacity
     mode = modes[0]
     if len(modes) > 1:
-        mode = next((mode for mode in modes if estimates[mode].total <= limit), modes[-1])
-        reason = "auto: no device" if capacity is None else f"auto: {_reason(mode, estimates, limit)}"
+        least = min(modes, key=lambda mode: estimates[mode].total)  # the first of equal ones, which is faster
+        mode = next((mode for mode in modes if estimates[mode].total <= limit), least)
+        if mode != modes[0] or not reason:
+            reason = "auto: no device" if capacity is None else f"auto: {_reason(mode, modes, estimates, limit)}"
     batch = f"{rows} row{'s' * (rows > 1)} of {tokens} tokens"
     if largest is not None:
         batch = f"the largest micro-batch has {largest} tokens"
@@ -293,31 +298,33 @@ def describe_estimate(estimate: MemoryEstimate, capacity: int | None, batch: str
     return f"memory {text}, {batch or 'activations not known'}; gradient_checkpointing {mode} ({reason})"
 
 
-def modes_to_try(recipe: Recipe, *, can_recompute: bool, compiled: bool) -> tuple[list[str], str]:
-    """Return what the backward pass may recompute, the fastest first, and the reason if there is one choice only.
+def modes_to_try(recipe: Recipe, *, can_recompute: bool, compiled: bool, can_tile: bool) -> tuple[list[str], str]:
+    """Return what the backward pass may recompute, the fastest first, and the reason for the first if there is one.
 
     Args:
         recipe: The recipe of the run.
         can_recompute: Whether the model's layers support recomputation.
         compiled: Whether its layers can be compiled.
+        can_tile: Whether their MLPs can be computed in tiles.
     """
     requested: str = recipe.model.gradient_checkpointing
     if requested != "auto":
         return [requested], "as set"
     if recipe.model.activation_offloading and can_recompute:
-        return ["full"], "auto: only the inputs of layers are offloaded to the host"
+        return ["full", "tiled"][: 1 + can_tile], "auto: only the inputs of layers are offloaded to the host"
     if not can_recompute:
         return ["none"], "auto: the layers of this model do not support recomputation"
     # A layer is compiled or selectively recomputed, not both. torch_compile in the recipe takes precedence.
     must_compile = compiled and recipe.model.torch_compile
-    return [mode for mode in MODES if mode != "selective" or not must_compile], ""
+    left_out = ["selective"] * bool(must_compile) + ["tiled"] * (not can_tile)
+    return [mode for mode in MODES if mode not in left_out], ""
 
 
-def _reason(mode: str, estimates: dict[str, MemoryEstimate], limit: float) -> str:
+def _reason(mode: str, modes: list[str], estimates: dict[str, MemoryEstimate], limit: float) -> str:
     """Return why a mode is chosen, in a few words."""
     if estimates[mode].total > limit:
         return "the mode with the least memory, which may not fit either"
-    if mode == "none":
+    if mode == modes[0]:
         return "it fits"
-    faster = MODES[MODES.index(mode) - 1]
+    faster = modes[modes.index(mode) - 1]
     return f"{faster} needs {estimates[faster].total / 1e9:.2f} GB"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftcli.models.memory_estimate import MODES, USABLE_FRACTION, describe_estimate, estimate_modes, modes_to_try
+from ftcli.models.memory_estimate import USABLE_FRACTION, describe_estimate, estimate_modes, modes_to_try, tiles_mlps
 
 if TYPE_CHECKING:
     from ftcli.config.profile import ShardCounts
@@ -96,7 +96,8 @@ def choose_budget(
         fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
         compiled: Whether the layers are compiled in the modes none and full.
     """
-    modes, reason = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused)
+    can_tile = tiles_mlps(recipe, sizes.shape, shares)
+    modes, reason = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused, can_tile=can_tile)
     if capacity is None:
         return PassBudget(max(longest, CPU_TOKENS), modes[0], reason or "auto: no device")
     how: dict[str, Any] = {"fused": fused, "compiled": compiled}
@@ -112,12 +113,13 @@ def choose_budget(
 
     enough = enough_tokens(sizes.shape)
     needed = max(longest, min(of_step, enough))
-    mode = next((mode for mode in modes if fitting(mode, USABLE_FRACTION) >= needed), modes[-1])
+    mode = next((mode for mode in modes if fitting(mode, USABLE_FRACTION) >= needed), None)
+    mode = mode or max(modes, key=lambda mode: fitting(mode, USABLE_FRACTION))  # the first of equal ones
     usable, cautious = fitting(mode, USABLE_FRACTION), fitting(mode, CAUTIOUS_FRACTION)
     if len(modes) > 1:
         total = estimate_modes(recipe, sizes, shares, tokens=needed, **how)
-        reason = "auto: it fits"
-        if mode != MODES[0]:
+        reason = reason or "auto: it fits"
+        if mode != modes[0]:
             faster = modes[modes.index(mode) - 1]
             reason = f"auto: {faster} needs {total[faster].total / 1e9:.2f} GB for {needed} tokens"
         if usable < longest:

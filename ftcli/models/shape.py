@@ -179,7 +179,7 @@ class Shape:
             rank: Features of a LoRA adapter; 0 without one.
         """
         size, residual = COMPUTE_BYTES[precision], 2 if precision == "bf16_pure" or adapter else 4
-        if mode == "full":
+        if mode in ("full", "tiled"):
             return residual * self.hidden
         attention = size * (2 * self.attention + 2 * self.keys) + 4 * self.heads  # q, result, k, v, sums
         attention += size * rank * (7 if self.has_gate else 6)  # between the two matrices of each adapter

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.models.memory_estimate import (
     MAX_LOGITS_PER_CHUNK,
+    OF_WHOLE_LAYERS,
     has_frozen_16_bit_weights,
     optimizer_bytes,
     trains_head,
@@ -107,11 +108,11 @@ def count_work(
     """
     tokens = plan.micro_size * plan.accumulation * (shape.patches or rows.tokens)
     has_adapter = recipe.adapter.type != "none"
-    passes = (4 if has_adapter else 6) + 2 * (kernels.mode == "full")
-    adapter = (6 + 2 * (kernels.mode == "full")) * size.trained * has_adapter
+    passes = (4 if has_adapter else 6) + 2 * (kernels.mode in OF_WHOLE_LAYERS)
+    adapter = (6 + 2 * (kernels.mode in OF_WHOLE_LAYERS)) * size.trained * has_adapter
     head = (6 if trains_head(recipe) else 4) * shape.table * rows.trained * uses_vocabulary_logits(recipe)
     attended = shape.patches or rows.attended
-    attention = (6 + 2 * (kernels.mode == "full")) * shape.layers * shape.attention * attended
+    attention = (6 + 2 * (kernels.mode in OF_WHOLE_LAYERS)) * shape.layers * shape.attention * attended
     of_optimizer = _optimizer_traffic(recipe, size, shares)
     traffic = tokens * shape.layers * layer_traffic(recipe, size, shape, kernels)
     traffic += plan.accumulation * _weight_traffic(recipe, size, shape, shares, kernels)
@@ -124,7 +125,7 @@ def count_work(
         traffic=traffic + (of_optimizer if shares.optimizer else 0),
         sent=_sent_bytes(recipe, size, shape, shares, plan),
         host_traffic=host + _offloaded_activations(recipe, shape, kernels, tokens),
-        host_layers=plan.accumulation * shape.layers * (4 / 3 if kernels.mode == "full" else 1),
+        host_layers=plan.accumulation * shape.layers * (4 / 3 if kernels.mode in OF_WHOLE_LAYERS else 1),
         updated_on_host=0 if shares.optimizer else of_optimizer / plan.processes,
     )
 
@@ -151,7 +152,7 @@ def layer_traffic(recipe: Recipe, size: ModelSize, shape: Shape, kernels: Kernel
     if recipe.precision == "fp8":  # largest elements (2), rounding (2 + 1), for two products of each tensor
         fused += FP8_CASTS * 8 * (4 * shape.hidden + 2 * shape.attention + 2 * shape.keys + 3 * shape.inner)
     if recipe.adapter.type != "none":  # A reads 2 bytes forward and 2 + 6 backward; B writes 6 forward and reads 4
-        fused += 10 * shape.adapter_weights(1) / shape.layers * (4 / 3 if kernels.mode == "full" else 1)
+        fused += 10 * shape.adapter_weights(1) / shape.layers * (4 / 3 if kernels.mode in OF_WHOLE_LAYERS else 1)
     return fused
 
 
@@ -163,7 +164,7 @@ def _weight_traffic(recipe: Recipe, size: ModelSize, shape: Shape, shares: Shard
         # Casts of weights (4 + 2) and gradients that become float32 (2 + 4), on the shards where they are sharded.
         traffic += 12 * size.trained / max(1, shares.weights)
     if recipe.model.quantization is not None:  # 4 bits are read and 16 written, for each pass over the layers
-        traffic += 2.5 * weights * (3 if kernels.mode == "full" else 2)
+        traffic += 2.5 * weights * (3 if kernels.mode in OF_WHOLE_LAYERS else 2)
     if recipe.precision == "fp8":  # whole weights: largest elements and rounding, forward and backward
         traffic += FP8_CASTS * 10 * weights
     if shares.weights != 1:

@@ -18,6 +18,7 @@ from ftcli.models.memory_estimate import (
     estimate_modes,
     has_fresh_gradients,
     modes_to_try,
+    tiles_mlps,
 )
 from ftcli.models.pass_budget import FULL_TOKENS, enough_tokens
 from ftcli.models.step_time import StepTime, estimate_step
@@ -167,7 +168,8 @@ def forecast(profile: Profile, target: Target) -> Forecast:
         return replace(_by_tokens(profile, target, plan, shares), tokens=known.tokens)
     candidates = [_of_size(profile, target, plan, shares, micro) for micro in _micro_sizes(recipe, processes)]
     if recipe.batch.micro_size == "auto":  # the run chooses the mode for one row, and adds rows as long as they fit
-        mode = next((one.mode for one in candidates[-1] if one.fits is not False), candidates[-1][-1].mode)
+        least = min(candidates[-1], key=lambda one: one.memory.total if one.memory else 0)
+        mode = next((one.mode for one in candidates[-1] if one.fits is not False), least.mode)
         candidates = [[one for one in modes if one.mode == mode] for modes in candidates]
     tried = [candidate for modes in candidates for candidate in modes]
     chosen = next((one for one in tried if one.fits is not False), None)
@@ -238,7 +240,8 @@ def _of_size(profile: Profile, target: Target, plan: Plan, shares: ShardCounts, 
     tokens = target.longest if size.shape is None or size.shape.patches is None else size.shape.patches
     forecasts = []
     can_compile = _compiles(profile, target, plan, "none")
-    for mode in modes_to_try(recipe, can_recompute=True, compiled=can_compile)[0]:
+    can_tile = tiles_mlps(recipe, size.shape, shares)
+    for mode in modes_to_try(recipe, can_recompute=True, compiled=can_compile, can_tile=can_tile)[0]:
         compiled = _compiles(profile, target, plan, mode)
         how = {
             "fused": (compiled or _has_liger(target, compiled)) and mode != "selective",

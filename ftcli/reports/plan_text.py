@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 SHORT = {"communication buffers": "buffers", "activations": "activ.", "gradients": "gradients", "optimizer": "optim."}
-RECOMPUTED = {"none": "nothing", "selective": "less", "full": "everything"}
+RECOMPUTED = {"none": "nothing", "selective": "less", "full": "everything", "tiled": "everything"}
 MOST_COLUMNS = 100  # columns
 SAME = 0.03  # relative difference below which two step times are the same
 

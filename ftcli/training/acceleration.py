@@ -50,7 +50,7 @@ class Recomputation:
     """What the backward pass computes again, and the passes that this has room for.
 
     Attributes:
-        mode: none, selective or full.
+        mode: none, selective, full or tiled.
         memory_line: The line for the log that gives the memory estimate.
         passes: How rows are divided into forward passes by tokens; None: by number.
         counts: The number of passes; None without `passes`.
@@ -139,7 +139,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         model: The model, not yet prepared.
         recipe: The recipe with `model.torch_compile` decided.
         hardware: The hardware of the run.
-        recomputed: What the backward pass computes again: none, selective or full.
+        recomputed: What the backward pass computes again: none, selective, full or tiled.
 
     Returns:
         One line for the log for each part.

@@ -42,7 +42,7 @@ def choose_compile(
         recipe: The recipe; `model.torch_compile` is true, false or None.
         plan: The plan of the run.
         rows: The rows of the run.
-        recomputed: What the backward pass computes again: none, selective or full.
+        recomputed: What the backward pass computes again: none, selective, full or tiled.
         device_type: Type of the device, such as "cuda".
         may_compile: Whether the backend allows layers to be compiled.
 

@@ -64,6 +64,7 @@ def _remedies(run: Run) -> list[str]:
     if (mode := run.recipe.model.batch_norm) != "frozen":
         smaller += f", except for the statistics of model.batch_norm: {mode}, which are those of a forward pass"
     remedies = [smaller if sizes else "batch.micro_size is 1 row already"]
-    if run.recomputed != "full":
-        remedies.append("set model.gradient_checkpointing to full: less memory, more time, the same curve")
+    stronger = {"none": "full", "selective": "full", "full": "tiled"}.get(run.recomputed)
+    if stronger is not None:
+        remedies.append(f"set model.gradient_checkpointing to {stronger}: less memory, more time, the same curve")
     return [*remedies, advise_profile(run.hardware.distributed_type)]

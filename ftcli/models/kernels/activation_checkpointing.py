@@ -49,8 +49,8 @@ def enable_recomputation(model: nn.Module, mode: str) -> None:
 
     Args:
         model: The model, not prepared.
-        mode: none stores all activations; selective stores matrix products and attention; full stores the inputs of
-            layers only.
+        mode: none stores all activations; selective stores matrix products and attention; full and tiled store
+            the inputs of layers only.
 
     Raises:
         InputError: The model does not support it.

@@ -143,7 +143,7 @@ def compile_layers(model: nn.Module, recipe: Recipe, recomputed: str = "none") -
     Args:
         model: The model before `Accelerator.prepare`.
         recipe: The recipe.
-        recomputed: Gradient checkpointing of the run: none, selective or full.
+        recomputed: Gradient checkpointing of the run: none, selective, full or tiled.
 
     Returns:
         Lines for the log.

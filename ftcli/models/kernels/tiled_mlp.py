@@ -41,29 +41,32 @@ ALIGNMENT = 16  # tokens; matrix products are slower for other numbers of rows
 def tile_mlps(model: nn.Module, recipe: Recipe, recomputed: str, *, has_hooks: bool = False) -> list[str]:
     """Compute the MLPs of a model's layers in tiles of tokens, in forward passes that have enough tokens.
 
-    Only MLPs of layers that are recomputed as a whole have tiles. Modules, names and weights stay. In training the norm
+    Layers must be recomputed as a whole. Modules, names and weights stay. In training the norm
     before an MLP returns its input, and the MLP computes the norm. If layers are compiled, a tile has graphs of its
     own, and a layer ends its graph before the MLP.
 
     Args:
         model: The model, not prepared. The forward of its MLPs and of the norms before them is replaced.
         recipe: The recipe with `model.torch_compile` decided.
-        recomputed: What the backward pass computes again: none, selective or full.
+        recomputed: What the backward pass computes again; only the mode tiled has tiles.
         has_hooks: Whether the backend has hooks inside layers, which would gather weights again for each tile.
 
     Returns:
-        A line for the log; empty if MLPs have no tiles.
+        A line for the log; none unless the mode is tiled.
     """
     inner = base_model_of(model)
     row = architecture_of(getattr(getattr(inner, "config", None), "model_type", None))
-    # fp8 scales a tensor by its largest element, which differs from tile to tile.
-    if not row.tiles_mlp or recomputed != "full" or recipe.precision == "fp8" or has_hooks:
+    if recomputed != "tiled":
         return []
     compiled = bool(recipe.model.torch_compile)
-    layers = [layer for layer in layers_of(model) if _has_gated_mlp(layer, row)]
+    # fp8 scales a tensor by its largest element, which differs from tile to tile.
+    can_tile = row.tiles_mlp and recipe.precision != "fp8" and not has_hooks
+    layers = [layer for layer in layers_of(model) if can_tile and _has_gated_mlp(layer, row)]
     for layer in layers:
         tile(getattr(layer, row.cast_norms[1]), getattr(layer, MLP), compiled=compiled, keeps_output=row.norms_outputs)
-    return [f"MLPs in tiles of tokens: {len(layers)}, in long forward passes"] if layers else []
+    if not layers:
+        return ["MLPs in tiles of tokens: none, layers of this model, precision or profile are recomputed as a whole"]
+    return [f"MLPs in tiles of tokens: {len(layers)}, in long forward passes"]
 
 
 def _has_gated_mlp(layer: Any, row: Architecture) -> bool:

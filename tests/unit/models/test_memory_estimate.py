@@ -17,6 +17,7 @@ from ftcli.models.memory_estimate import (
     MemoryEstimate,
     choose_mode,
     estimate_memory,
+    estimate_modes,
 )
 from ftcli.models.shape import ModelSize, Shape, measure_model
 from ftcli.runtime.errors import InputError
@@ -110,7 +111,7 @@ def test_choose_mode_auto_takes_the_first_that_fits_and_gives_the_reason() -> No
     totals = {
         mode: estimate_memory(expected, sizes, ShardCounts(), rows=4, tokens=16, mode=mode).total for mode in MODES
     }
-    assert totals["none"] > totals["selective"] > totals["full"]
+    assert totals["none"] > totals["selective"] > totals["full"] == totals.pop("tiled"), "16 tokens are one tile"
     for mode, total in totals.items():
         chosen, message = choose_mode(expected, sizes, ShardCounts(), plan, tokens=16, capacity=int(total / 0.9) + 1)
         assert (
@@ -393,18 +394,37 @@ def test_estimate_of_long_recomputed_passes_counts_tiles_of_the_feed_forward() -
     model = {"name": "m", "activation_offloading": True}
 
     def tensors(
-        tokens: int, mode: str = "full", of: Shape = shape, stage: int | None = None, precision: str = "bf16"
+        tokens: int, mode: str = "tiled", of: Shape = shape, stage: int | None = None, precision: str = "bf16"
     ) -> float:
         adapted = recipe(model=model, adapter={"type": "lora", "r": 16}, precision=precision)
         how: dict[str, Any] = {"rows": 1, "tokens": tokens, "mode": mode, "fused": True, "compiled": True}
         estimate = estimate_memory(adapted, ModelSize(1, 1, of), ShardCounts(zero_stage=stage), **how)
         return estimate.bytes_by_use["activations"] / tokens / (2 * 4096)
 
-    assert tensors(4096) == pytest.approx(34 + 3, abs=0.5)
-    assert tensors(8192) == pytest.approx(6.5 + 2 + 21 / 2 + 3, abs=0.5)
+    assert tensors(2048) == pytest.approx(34 + 3, abs=0.5)
+    assert tensors(4096) == pytest.approx(6.5 + 2 + 21 / 2 + 3, abs=0.5)
     assert tensors(65_536) == tensors(10**6) == pytest.approx(13 + 3, abs=0.5)
     sizes = [tokens * tensors(tokens) for tokens in range(64, 70_000, 64)]
     assert sizes == sorted(sizes), "the budget of a pass relies on it"
-    assert tensors(65_536, of=replace(shape, tiles_mlp=False)) == tensors(65_536, stage=3) == tensors(4096)
+    assert tensors(65_536, of=replace(shape, tiles_mlp=False)) == tensors(65_536, stage=3) == tensors(2048)
+    assert tensors(65_536, "full") == tensors(2048)
     assert tensors(65_536, "none") == tensors(4096, "none")
     assert tensors(65_536, precision="fp8") == tensors(4096, precision="fp8")
+
+
+def test_choose_mode_takes_tiles_where_recomputed_layers_do_not_fit() -> None:
+    shape = Shape.of(LONG_8B)
+    assert shape is not None
+    sizes, how = ModelSize(10**7, 5 * 10**9, shape), {"tokens": 65_536, "fused": True, "compiled": True}
+    for values in ({}, {"activation_offloading": True}):
+        adapted = recipe(model={"name": "m", **values}, adapter={"type": "lora", "r": 16}, precision="bf16")
+        plan, totals = derive_plan(adapted, 1), estimate_modes(adapted, sizes, ShardCounts(), **how)
+        for mode in ("full", "tiled"):
+            capacity = int(totals[mode].total / 0.9) + 1
+            chosen, message = choose_mode(adapted, sizes, ShardCounts(), plan, capacity=capacity, largest=65_536, **how)
+            assert chosen == mode
+            assert ("full needs" in message) == (mode == "tiled")
+        others = {"shares": ShardCounts(zero_stage=3), "sizes": replace(sizes, shape=replace(shape, tiles_mlp=False))}
+        for name, other in others.items():
+            arguments = {"sizes": sizes, "shares": ShardCounts()} | {name: other}
+            assert choose_mode(adapted, plan=plan, capacity=10**9, largest=65_536, **arguments, **how)[0] == "full"

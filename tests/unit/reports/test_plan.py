@@ -105,7 +105,7 @@ def test_plan_chooses_less_memory_where_the_recipes_micro_size_does_not_fit(reci
     roomy, tight, none = (planned(recipe, "ddp", memory_gb=size).forecasts[0] for size in (80, 32, 20))
     assert (roomy.fits, roomy.mode, roomy.plan.micro_size, roomy.plan.accumulation) == (True, "none", 4, 1)
     assert tight.fits and tight.mode == "full" and roomy.memory.total > tight.memory.total
-    assert none.fits is False and none.plan.micro_size == 1 and none.mode == "full"
+    assert none.fits is False and none.plan.micro_size == 1 and none.mode == "tiled"
 
 
 def test_plan_with_micro_size_auto_takes_the_most_rows_of_the_mode_for_one_row(recipe: Path) -> None:

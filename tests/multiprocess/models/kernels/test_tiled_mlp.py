@@ -26,10 +26,10 @@ def curves(folder: Path, tile_tokens: int) -> dict[str, tuple[list[tuple[float, 
     results = {}
     before, memory_estimate.TILE_TOKENS = memory_estimate.TILE_TOKENS, tile_tokens
     for name, sections in RECIPES.items():
-        model = {"name": str(folder / "tied"), "gradient_checkpointing": "full"}
+        model = {"name": str(folder / "tied"), "gradient_checkpointing": "tiled"}
         run = prepare(cell(folder, "sft-tied", model=model, train={"max_steps": 3}, **sections), cpu=True)
         curve = [(float(step.loss), float(step.grad_norm)) for step in steps(run)]
-        results[name] = curve, any("MLPs in tiles" in line for line in run.log_lines)
+        results[name] = curve, any("MLPs in tiles of tokens: 2" in line for line in run.log_lines)
     memory_estimate.TILE_TOKENS = before
     return results
 

@@ -41,7 +41,7 @@ def train(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and the gradients of a recomputed model, and check that tiles were made where expected."""
     enable_recomputation(model.train(), "full")
-    lines = tile_mlps(model, recipe("llama"), "full") if tiled else []
+    lines = tile_mlps(model, recipe("llama"), "tiled") if tiled else []
     assert lines == ["MLPs in tiles of tokens: 3, in long forward passes"] * tiled
     ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(3)
@@ -62,7 +62,7 @@ def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> flo
 
 def test_tiles_of_pass_are_few_and_not_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert [tiles_of_pass(tokens) for tokens in (1, 4096, 4097, 8192, 32_768, 10**6)] == [1, 1, 2, 2, 8, 16]
+    assert [tiles_of_pass(tokens) for tokens in (1, 2048, 2049, 4096, 32_768, 10**6)] == [1, 1, 2, 2, 16, 64]
     monkeypatch.setattr(memory_estimate, "TILE_TOKENS", 16)
     for tokens in (32, 33, 88, 127, 128, 1000, 1001):
         tiles = list(tiled_mlp._tiles(tokens))
@@ -172,7 +172,7 @@ def test_casts_cached_by_autocast_keep_their_gradient() -> None:
     """A forward pass of tiles must not leave a cast without gradient to a short pass in the same block."""
     model = adapted().train()
     enable_recomputation(model, "full")
-    tile_mlps(model, recipe("llama"), "full")
+    tile_mlps(model, recipe("llama"), "tiled")
     ids = torch.arange(3, 23)[None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(input_ids=ids.repeat(4, 1), use_cache=False)
@@ -204,7 +204,7 @@ def bytes_of_backward(tokens: int, *, tiled: bool) -> int:
     model = tiny("llama", **sizes, num_hidden_layers=1).train()
     enable_recomputation(model, "full")
     if tiled:
-        tile_mlps(model, recipe("llama"), "full")
+        tile_mlps(model, recipe("llama"), "tiled")
     layer, hidden = model.model.layers[0], torch.randn(1, tokens, 64, requires_grad=True)
     layer.self_attn.forward = lambda hidden_states, **_: (layer.self_attn.v_proj(hidden_states).repeat(1, 1, 2), None)
     with torch.profiler.profile(profile_memory=True) as recorded:
@@ -229,7 +229,7 @@ def test_recomputed_layer_with_tiles_needs_half_the_memory_as_estimated(monkeypa
 
 def test_tiles_leave_short_passes_and_evaluation_alone() -> None:
     model, shapes = tiny("llama").train(), list[list[int]]()
-    tile_mlps(model, recipe("llama"), "full")
+    tile_mlps(model, recipe("llama"), "tiled")
     model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda _m, args, _o: shapes.append(list(args[0].shape)))
     ids = torch.arange(3, 19)[None]  # 16 tokens
     model(ids, use_cache=False)
@@ -245,15 +245,15 @@ def test_tile_mlps_leaves_other_feed_forwards_alone(kind: str) -> None:
     assert not architecture_of(kind).tiles_mlp
     model = torch.nn.Module()
     model.config = AutoConfig.for_model(kind)
-    assert tile_mlps(model, recipe(kind), "full") == []
+    assert "tokens: none" in tile_mlps(model, recipe(kind), "tiled")[0]
 
 
-def test_tile_mlps_without_full_recomputation_with_hooks_or_in_fp8_does_nothing() -> None:
+def test_tile_mlps_in_other_modes_with_hooks_or_in_fp8_does_nothing() -> None:
     model = tiny("llama")
-    for mode in ("none", "selective"):
+    for mode in ("none", "selective", "full"):
         assert tile_mlps(model, recipe("llama"), mode) == []
-    assert tile_mlps(model, recipe("llama"), "full", has_hooks=True) == []
-    assert tile_mlps(model, recipe("llama", precision="fp8"), "full") == []
+    for values, hooks in (({}, True), ({"precision": "fp8"}, False)):
+        assert "tokens: none" in tile_mlps(model, recipe("llama", **values), "tiled", has_hooks=hooks)[0]
     assert "forward" not in vars(model.model.layers[0].mlp)
 
 
@@ -267,7 +267,7 @@ def test_compiled_tiles_have_the_gradients_of_whole_layers_and_one_graph_for_all
     for model in models:
         confine_to_documents(model)
         enable_recomputation(model, "full")
-    tile_mlps(models[1], compiled_recipe("llama"), "full")
+    tile_mlps(models[1], compiled_recipe("llama"), "tiled")
     compile_layers(models[1], compiled_recipe("llama"), "full")
     graphs = []
     for documents in ([30, 10], [7, 9], [50, 13], [64, 63], [5], [90, 77], [12, 100]):

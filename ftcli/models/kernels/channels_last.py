@@ -45,7 +45,7 @@ def use_channels_last(model: nn.Module, device_type: str) -> list[str]:
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm of images, also a frozen one, which each detector has as its own class."""
+    """Return whether a module is a batch norm of images, also a frozen one of a detector, a class of its own."""
     kind = type(module).__name__
     return isinstance(module, (nn.BatchNorm2d, nn.SyncBatchNorm)) or ("BatchNorm" in kind and kind.endswith("2d"))
 

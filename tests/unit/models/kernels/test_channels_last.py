@@ -41,7 +41,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def watch_norms(model: nn.Module) -> dict[str, list[bool]]:
-    """Return lists that say of each input of a batch norm, and of each gradient that reaches one, if it has the format."""
+    """Return, for inputs of batch norms and gradients that reach them, whether they have the format."""
     seen: dict[str, list[bool]] = {"inputs": [], "gradients": []}
 
     def look(module: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -67,9 +67,7 @@ def results(model: Any, dtype: torch.dtype, channels: int = 3) -> dict[str, Tens
 
 @pytest.mark.parametrize(("mode", "training"), MODES)
 @pytest.mark.parametrize(("kind", "norms"), [("resnet", 12), ("mobilenet", 52)])
-def test_use_channels_last_gives_every_batch_norm_this_format(
-    kind: str, norms: int, mode: str, training: bool
-) -> None:
+def test_use_channels_last_gives_every_batch_norm_this_format(kind: str, norms: int, mode: str, training: bool) -> None:
     model = network(kind, training=training)
     assert use_channels_last(model, "cuda") == [f"convolutions in channels-last format: {norms}"]
     seen = watch_norms(model)
@@ -165,7 +163,12 @@ def test_use_channels_last_of_a_frozen_batch_norm_of_a_detector() -> None:
 
 
 def test_use_channels_last_beside_an_adapter_converts_the_convolution_that_is_called() -> None:
-    section = {"type": "lora", "r": 2, "target_modules": ["shortcut.convolution"], "modules_to_save": ["embedder.embedder"]}
+    section = {
+        "type": "lora",
+        "r": 2,
+        "target_modules": ["shortcut.convolution"],
+        "modules_to_save": ["embedder.embedder"],
+    }
     model: Any = add_adapter(network("resnet"), recipe("resnet", adapter=section), keep=[], task_type=None)
     assert use_channels_last(model, "cuda")
     seen = watch_norms(model.train())

@@ -172,7 +172,7 @@ class _NormaliseOfAll(torch.autograd.Function):
         scale = torch.ones_like(mean) if weight is None else weight
         # The gradient with constant statistics, and the two sums of this process.
         grad_inputs, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad.contiguous(), inputs, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            _in_format_of(inputs, grad), inputs, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
         if ctx.needs_input_grad[0]:
             sums = torch.cat([grad_weight, grad_bias])
@@ -183,6 +183,17 @@ class _NormaliseOfAll(torch.autograd.Function):
             offset = _wide(scale * deviation * of_grad / count, inputs)
             grad_inputs = (grad_inputs - (inputs - _wide(mean, inputs)) * slope - offset).to(inputs.dtype)
         return grad_inputs, None if weight is None else grad_weight, None if weight is None else grad_bias, None
+
+
+def _in_format_of(inputs: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the outputs in the memory format of the inputs.
+
+    Kernels for channels-last inputs (models/kernels/channels_last.py) need a gradient of the same format.
+    """
+    is_last = inputs.ndim == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
+    # Tensors with one channel or one pixel fit both formats, and stay in the usual one.
+    keeps = is_last and not inputs.is_contiguous()
+    return grad.contiguous(memory_format=torch.channels_last if keeps else torch.contiguous_format)
 
 
 def _dims(inputs: Tensor) -> list[int]:

@@ -18,6 +18,7 @@ from ftcli.hardware.batch_norm import trained_norms
 from ftcli.models.frozen_sharding import choose_frozen
 from ftcli.models.kernels.activation_checkpointing import can_recompute, enable_recomputation
 from ftcli.models.kernels.activation_offloading import offload_activations
+from ftcli.models.kernels.channels_last import use_channels_last
 from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.float8 import multiply_in_float8
 from ftcli.models.kernels.liger import liger_problem, use_liger
@@ -154,6 +155,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         *use_liger(model, recipe, on_gpu=device_type == "cuda"),
         *multiply_in_float8(model, recipe, device_type),
         *tile_mlps(model, recipe, recomputed, has_hooks=not hardware.may_compile(model)),
+        *use_channels_last(model, device_type),
         *compile_layers(model, recipe, recomputed),
     ]
 

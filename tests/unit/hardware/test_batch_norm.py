@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ftcli
+from ftcli.hardware import batch_norm
 from ftcli.hardware.batch_norm import set_batch_norm, trained_norms
 from ftcli.runtime.errors import InputError
 from ftcli.testing import save_tiny_resnet
@@ -71,6 +72,39 @@ def test_set_batch_norm_of_a_norm_that_no_adapter_saves_is_refused(tmp_path: Pat
     )
     with pytest.raises(InputError, match=expected):
         set_batch_norm(some, "train")
+
+
+FORMATS = [torch.contiguous_format, torch.channels_last]
+
+
+@pytest.mark.parametrize("of_gradient", FORMATS)
+@pytest.mark.parametrize("of_inputs", FORMATS)
+def test_batch_norm_of_all_processes_keeps_the_format_of_its_inputs(
+    of_inputs: torch.memory_format, of_gradient: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_norm.dist, "all_reduce", lambda values: None)  # of one process
+    seen: list[torch.Tensor] = []
+
+    def backward(grad: torch.Tensor, *rest: Any) -> Any:
+        seen.append(grad)
+        return original(grad, *rest)
+
+    original = torch.ops.aten.native_batch_norm_backward
+    monkeypatch.setattr(torch.ops.aten, "native_batch_norm_backward", backward)
+    draw = torch.Generator().manual_seed(0)
+    inputs, grad = torch.randn(2, 6, 5, 3, 4, generator=draw)
+    weight, bias = torch.randn(2, 5, generator=draw)
+    leaves = [value.clone().requires_grad_() for value in (inputs, weight, bias)]
+    plain = (leaves[0] - leaves[0].mean((0, 2, 3), keepdim=True)) * batch_norm._wide(leaves[1], inputs)
+    deviation = (leaves[0].var((0, 2, 3), keepdim=True, correction=0) + 1e-5).sqrt()
+    expected = torch.autograd.grad(plain / deviation + batch_norm._wide(leaves[2], inputs), leaves, grad)
+
+    mine = [inputs.to(memory_format=of_inputs).requires_grad_(), *(v.clone().requires_grad_() for v in (weight, bias))]
+    output, *_ = batch_norm._NormaliseOfAll.apply(*mine, 1e-5)
+    actual = torch.autograd.grad(output, mine, grad.to(memory_format=of_gradient))
+    for value, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-5)
+    assert [value.is_contiguous(memory_format=of_inputs) for value in (output, actual[0], *seen)] == [True] * 3
 
 
 @pytest.mark.parametrize("mode", ["train", "sync"])

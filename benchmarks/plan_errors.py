@@ -38,6 +38,7 @@ from ftcli.models.step_work import Kernels, Rows  # noqa: E402
 from ftcli.runtime.gpus import PRODUCT_SHARE, find_gpu  # noqa: E402
 
 FACTS = HOME / "speed.jsonl"
+WHOLE = "whole on each GPU, so trained as under ddp"  # in the log of an adapter under fsdp
 BEGIN, END = "<!-- plan errors: begin -->", "<!-- plan errors: end -->"
 NEAR = 0.15  # the relative error that counts as near
 PROFILE_GROUPS = {"single": "1 GPU, all weights", "ddp": "DDP", "fsdp": "FSDP2", "zero3": "ZeRO-3"}
@@ -190,8 +191,6 @@ def recipe_of(line: dict[str, Any]) -> Recipe:
         values["model"]["activation_offloading"] = True
     if cell["lora"]:
         values["adapter"] = {"type": "lora", "r": cell["lora"]}
-        if cell["profile"] == "fsdp":
-            values["model"]["shard_frozen"] = "whole on each GPU" not in facts
     if cell.get("four_bit"):
         values["model"]["quantization"] = {"load_in_4bit": True}
     return Recipe.model_validate(values)
@@ -216,7 +215,7 @@ def compare(number: int, line: dict[str, Any]) -> Compared:
     gpu = find_gpu(line["device"])
     assert shape is not None and gpu is not None
     size, plan = size_of_shape(shape, recipe), derive_plan(recipe, cell["processes"])
-    shares = load_profile(cell["profile"]).shard_counts(cell["processes"])
+    shares = load_profile("ddp" if WHOLE in facts else cell["profile"]).shard_counts(cell["processes"])
     mode = recipe.model.gradient_checkpointing
     compiled = re.search(r"torch_compile: \d+ layers", facts) is not None
     kernels = Kernels(mode, compiled, "liger-kernel" in line["versions"], "flash_attention_4" in facts)

@@ -31,6 +31,8 @@ def quiet_libraries() -> None:
         use_cpu_in_deepspeed()
     for module in ("torch.distributed", "transformers", "accelerate", "deepspeed", "peft"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module.replace(".", r"\."))
+    # DistributedDataParallel copies such gradients: those of 1 x 1 convolutions in channels-last format.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     transformers.logging.set_verbosity_error()
     datasets.logging.set_verbosity(logging.CRITICAL)  # ftcli reports unreadable rows itself, once
     # Their progress bars would overwrite the progress line of the run on the same terminal.

@@ -31,7 +31,10 @@ def use_channels_last(model: nn.Module, device_type: str) -> list[str]:
     Returns:
         One line for the log, or none if nothing is converted.
     """
-    if device_type != "cuda" or not any(map(_is_batch_norm, model.modules())):
+    modules = list(model.modules())
+    # Group norm returns to the usual format, so that each of them would convert twice.
+    has_group_norms = any(isinstance(module, nn.GroupNorm) for module in modules)
+    if device_type != "cuda" or has_group_norms or not any(map(_is_batch_norm, modules)):
         return []
     convolutions = [
         module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,11 +117,19 @@ def vision_transformer() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "device_type"),
-    [(network("resnet"), "cpu"), (vision_transformer(), "cuda"), (nn.Sequential(nn.BatchNorm2d(3)), "cuda")],
-    ids=["cpu", "no batch norm", "no convolution"],
+    ("build", "device_type"),
+    [
+        (lambda: network("resnet"), "cpu"),
+        (vision_transformer, "cuda"),
+        (lambda: nn.Sequential(nn.BatchNorm2d(3)), "cuda"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.BatchNorm2d(4)), "cuda"),
+    ],
+    ids=["cpu", "no batch norm", "no convolution", "group norm"],
 )
-def test_use_channels_last_leaves_other_models_and_devices_alone(model: nn.Module, device_type: str) -> None:
+def test_use_channels_last_leaves_other_models_and_devices_alone(
+    build: Callable[[], nn.Module], device_type: str
+) -> None:
+    model = build()
     assert use_channels_last(model, device_type) == []
     assert not [module for module in model.modules() if module._forward_pre_hooks]
 

@@ -22,7 +22,9 @@ from ftcli.runtime.redaction import redact
 
 FLAG = "--trust-remote-code"
 CONFIGS = ("config.json", "adapter_config.json", "base_config/config.json")  # the last one: adapter_folder.py
-KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+# Keys of config.json that name a kernel. transformers stores every key as an attribute, also its internal ones.
+FORMS = ("{}_implementation", "_{}_implementation", "_{}_implementation_internal")
+KERNEL_KEYS = tuple(form.format(part) for part in ("attn", "experts") for form in FORMS)
 REFUSAL = "trust_remote_code=True"  # in the message of transformers when it refuses to run a model's code
 # First line of a program for `python -c`, whose import path begins with the current folder.
 NO_CWD = "import sys\nsys.path[:] = [entry for entry in sys.path if entry]\n"

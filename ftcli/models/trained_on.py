@@ -45,7 +45,12 @@ HARMLESS_OF_PROCESSOR = {
     *("image_processor_type", "feature_extractor_type", "processor_class", "_processor_class", "_valid_processor_keys"),
     *("use_fast", "backend", "return_tensors", "device", "disable_grouping", "data_format", "input_data_format"),
 }
-TOKENIZER_PARTS = {"vocabulary": "tokenizer", "template": "chat template"}  # key of an entry -> its name in messages
+# Key of an entry -> its name in messages.
+TOKENIZER_PARTS = {"vocabulary": "tokenizer", "vocabulary_files": "tokenizer", "template": "chat template"}
+VOCABULARY_FILES = (  # of tokenizers without a tokenizer.json
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("spm.model", "tekken.json", "added_tokens.json"),
+)
 READ_ANYWAY = ("quantization_config",)  # read by transformers although no configuration declares it
 
 
@@ -138,7 +143,7 @@ def differences(
     if "processor" in parts and old is not None and new is not None and (changes := _changes(old, new)):
         found.append(f"the image processor of {name} is not the one of the run ({'; '.join(changes)})")
     for part, called in TOKENIZER_PARTS.items():
-        if part in parts and stored.get(part) and now.get(part) and stored[part] != now[part]:
+        if part.removesuffix("_files") in parts and stored.get(part) and now.get(part) and stored[part] != now[part]:
             found.append(f"the {called} of {name} is not the one of the run")
     return found
 
@@ -211,24 +216,32 @@ def _processor_settings(folder: Path) -> dict[str, Any]:
 
 
 def _tokenizer_digests(folder: Path) -> dict[str, str]:
-    """Return digests of the ids that a tokenizer gives to texts, and of its chat template, if tokenizer.json has them.
+    """Return digests of the ids that a tokenizer gives to texts, and of its chat template.
 
-    They do not depend on how a version of transformers writes the files.
+    Those of a tokenizer.json do not depend on how a version of transformers writes it. Without one, the files of the
+    vocabulary are compared as they are.
     """
+    path = folder / "chat_template.jinja"
+    template = (read_object(folder / "tokenizer_config.json") or {}).get("chat_template")
+    template = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else template
+    digests = _vocabulary_digest(folder)
+    return digests if template is None or not digests else digests | {"template": _digest(template)}
+
+
+def _vocabulary_digest(folder: Path) -> dict[str, str]:
+    """Return {"vocabulary": digest of tokenizer.json}, or {"vocabulary_files": digest}; empty if there are no files."""
     file = read_object(folder / "tokenizer.json") or {}
     model = file.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        return {}
+        files = {n: (folder / n).read_bytes() for n in VOCABULARY_FILES if (folder / n).is_file()}
+        found = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        return {"vocabulary_files": _digest(found)} if found and not file else {}
     merges, added = model.get("merges"), file.get("added_tokens")
     merges = merges if isinstance(merges, list) else []
     pairs = [" ".join(map(str, pair)) if isinstance(pair, list) else pair for pair in merges]  # versions write both
     added = added if isinstance(added, list) else []
     tokens = sorted(([each.get("id"), each.get("content")] for each in added if isinstance(each, dict)), key=str)
-    path = folder / "chat_template.jinja"
-    template = (read_object(folder / "tokenizer_config.json") or {}).get("chat_template")
-    template = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else template
-    digests = {"vocabulary": _digest([model["vocab"], pairs, tokens])}
-    return digests if template is None else digests | {"template": _digest(template)}
+    return {"vocabulary": _digest([model["vocab"], pairs, tokens])}
 
 
 def _digest(value: Any) -> str:

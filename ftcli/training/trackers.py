@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.runtime.log import log_line
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.torn_files import read_object
 
@@ -40,6 +41,7 @@ class Trackers:
         self.run, self.names = run, run.recipe.log.trackers if run.folder is not None else []
         self._attempts: list[dict[str, int]] = []  # with the step after which each one continues
         self._newest = self._newest_trained = -1  # steps of the newest row and of the newest training row
+        self._project = ""
 
     def start(self) -> None:
         """Start the trackers, or continue the runs that an earlier launch of this run started in them."""
@@ -48,9 +50,12 @@ class Trackers:
         run, folder = self.run, self.run.folder
         assert folder is not None
         config = {"task": run.recipe.task, "model": run.recipe.model.name, "seed": run.recipe.seed}
-        project = os.environ.get("WANDB_PROJECT", "ftcli")  # Accelerate prefers mlflow's variable
         names = {tracker: {key: folder.path.name} for tracker, key in NAME_OF_RUN.items()}
         stored: dict[str, Any] = read_object(folder.path / TRACKERS) or {}
+        wanted = os.environ.get("WANDB_PROJECT", "ftcli")  # Accelerate prefers mlflow's variable
+        project = self._project = stored.get("project", wanted)  # an id belongs to a project
+        if project != wanted and run.hardware.ranks.is_main:
+            log_line(f"trackers: this run continues in its project {project}, and WANDB_PROJECT is now {wanted}")
         self._attempts = [*stored.get("attempts", []), {"after_step": run.first_step}]
         if run.hardware.ranks.is_main:
             names["tensorboard"] = _cut_folder(folder.path / project, run.first_step, evaluated=run.is_measured)
@@ -129,7 +134,7 @@ class Trackers:
                 ids["mlflow"] = tracker.active_run.info.run_id
             if tracker.name != "tensorboard" and len(self._attempts) > 1:
                 tracker.store_init_configuration(newest)
-        self.run.folder.write_json(TRACKERS, stored | ids | {"attempts": self._attempts})
+        self.run.folder.write_json(TRACKERS, stored | ids | {"project": self._project, "attempts": self._attempts})
 
 
 def _cut_folder(folder: Path, step: int, *, evaluated: bool = True) -> dict[str, Any]:

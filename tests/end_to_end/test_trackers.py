@@ -45,7 +45,7 @@ class Config(dict[str, Any]):
 
 
 def test_resumed_run_continues_its_run_in_wandb_and_marks_what_was_abandoned(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs: list[StandInRun] = []
     module: Any = ModuleType("wandb")
@@ -65,12 +65,16 @@ def test_resumed_run_continues_its_run_in_wandb_and_marks_what_was_abandoned(
             checkpoint = save_checkpoint(run, 2)
         if step.number == 3:
             break
+    monkeypatch.setenv("WANDB_PROJECT", "another")  # the id of a run belongs to its project
+    capsys.readouterr()
     again = ftcli.prepare(recipe, cpu=True, output=folder, resume=checkpoint)
     losses = [step.loss for step in ftcli.steps(again)]
+    assert "this run continues in its project ftcli, and WANDB_PROJECT is now another" in capsys.readouterr().err
     first, second = runs
     assert "id" not in first.arguments and first.arguments["name"] == "run" and first.axis == "step"
     assert [(row["step"], row["passed"], row["attempt"]) for row in first.rows] == [(n, n, 1) for n in (1, 2, 3)]
     assert (second.arguments["id"], second.arguments["resume"]) == (first.id, "allow")
+    assert first.arguments["project"] == second.arguments["project"] == "ftcli"
     rows = [(row["step"], row["passed"], row["attempt"], row["loss"]) for row in second.rows]
     assert rows == [(3, None, 2, losses[0]), (4, None, 2, losses[1])]  # with a step, wandb would drop the first one
     assert module.config["attempt_2_after_step"] == 2

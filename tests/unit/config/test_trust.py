@@ -331,7 +331,9 @@ def test_resume_with_trusted_model_code_runs_no_commit_that_the_checkpoint_names
     assert resolve(with_consent(mine, trusted=False), state).recipe.model.revision == foreign  # no code: its weights
 
 
-@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
+@pytest.mark.parametrize(
+    "key", ["_attn_implementation", "attn_implementation", "_experts_implementation", "_attn_implementation_internal"]
+)
 def test_generate_of_an_adapter_whose_base_names_a_kernel_is_refused(
     key: str, tmp_path: Path, model: Path, ftcli: Ftcli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,19 @@ def test_differences_of_an_image_processor_name_the_setting(model: Path) -> None
     assert "image_mean: [0.5, 0.5, 0.5] -> [0.1, 0.5, 0.5]" in found(images, model) and found(text, model) == ""
 
 
+def test_differences_of_a_tokenizer_without_tokenizer_json_are_its_vocabulary_files(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (model / "vocab.json").write_text('{"a": 0}')
+    (model / "merges.txt").write_text("a b")
+    stored = identity_of(recipe_of(model))
+    assert stored is not None and differences(stored, str(model), None, parts=("vocabulary",)) == []
+    (model / "merges.txt").write_text("a c")
+    other = [f"the tokenizer of {model} is not the one of the run"]
+    assert differences(stored, str(model), None, parts=("vocabulary",)) == other
+    (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    assert differences(stored, str(model), None, parts=("vocabulary",)) == [], "other forms are not compared"
+
+
 def test_differences_of_a_tokenizer_are_its_ids_and_its_chat_template_in_any_form_of_the_files(model: Path) -> None:
     def tokenizer(ids: dict[str, int], merges: Any, added: Any) -> str:
         vocabulary = {"model": {"vocab": ids, "merges": merges}, "added_tokens": added}

@@ -31,9 +31,11 @@ class Backend:
     Attributes:
         sync_every_micro_batch: Whether gradients are summed over the ranks after each micro-batch. If False, they are
             summed once per accumulation window.
+        replaces_shards: Whether the model is whole on each process although the profile shards models.
     """
 
     sync_every_micro_batch: ClassVar[bool] = False
+    replaces_shards: ClassVar[bool] = False
 
     # Before there is an Accelerator
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -83,6 +83,8 @@ class DDP(Backend):
 
 class Replicas(DDP):
     """A whole copy of the model on each process under an FSDP profile, for an adapter over weights that fit."""
+
+    replaces_shards: ClassVar[bool] = True
 
     def before_prepare(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
         """Return the model on the device, or as it is if one rank has read the weights for all."""

@@ -23,10 +23,13 @@ def of(folder: Path, kind: str, shard_frozen: bool, changes: dict[str, Any] | No
 
 
 def sharded(run: Any) -> dict[str, Any]:
-    """Return whether parameters are sharded, and the log lines about the choice."""
+    """Return whether parameters are sharded, log lines about the choice, and what is advised without enough memory."""
+    from ftcli.training.out_of_memory import _remedies
+
     parameters = run.hardware.unwrap(run.model).parameters()
     lines = [line for line in run.log_lines if line.startswith("frozen weights")]
-    return {"sharded": {hasattr(parameter, "placements") for parameter in parameters}, "lines": lines}
+    flags = {hasattr(parameter, "placements") for parameter in parameters}
+    return {"sharded": flags, "lines": lines, "remedies": "\n".join(_remedies(run))}
 
 
 def train(folder: Path, saves: Path, shard_frozen: list[bool]) -> dict[Any, Any]:
@@ -54,6 +57,7 @@ def test_whole_frozen_weights_give_the_curve_of_one_process(inputs: Path, tmp_pa
             ):
                 insides = rank[kind, choice]["insides"]
                 assert insides["sharded"] == {choice}
+                assert ("set model.shard_frozen to true" in insides["remedies"]) == (not choice)
                 assert line in insides["lines"][0]
                 for found, expected in zip(rank[kind, choice]["rows"], one[kind, True]["rows"], strict=True):
                     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)

@@ -68,6 +68,11 @@ class Hardware:
         self.backend = BACKENDS["REPLICAS"]
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether the whole model is on each process under an FSDP profile."""
+        return self.backend is BACKENDS["REPLICAS"]
+
+    @property
     def steps_on_gpu(self) -> bool:
         """Whether the optimizer will update weights on a GPU."""
         return bool(self.accelerator.device.type == "cuda" and not self.backend.offloads(self.accelerator))

@@ -194,7 +194,7 @@ def choose_recomputation(
     norms, capacity = any(trained_norms(model)), min((size for size in capacities if size is not None), default=None)
     how = {"can_recompute": can_recompute(model) and not norms, "fused": compiled or has_liger, "compiled": compiled}
     of_profile = shares
-    is_rare = _has_rare_parts(model, data.task)
+    is_rare = _has_rare_parts(model, recipe, data.task)
     shares, frozen_line = _choose_frozen(recipe, data, sizes, shares, capacity, how, has_rare_parts=is_rare)
     if recipe.batch.micro_size == "auto" and data.sizes is not None:
         choice = _choose_passes(recipe, data, data.sizes, sizes, shares, capacity, device_type, how)
@@ -253,8 +253,13 @@ def _choose_frozen(
     return choose_frozen(recipe, sizes, shares, rows=rows, tokens=tokens, **known, **how)
 
 
-def _has_rare_parts(model: nn.Module, task: Any) -> bool:
-    """Return whether steps may leave trained parameters without a gradient: those of single experts and `sparse`."""
+def _has_rare_parts(model: nn.Module, recipe: Recipe, task: Any) -> bool:
+    """Return whether steps may leave trained parameters without a gradient: those of single experts and `sparse`.
+
+    A recipe that only warns of missing gradients may have others.
+    """
+    if recipe.faults.missing_gradient == "warn":
+        return True
     sparse, single = set(getattr(task, "sparse", ())), re.compile(rf"(^|\.)({'|'.join(EXPERT_MODULES)})\.\d+\.")
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return any(single.search(name) or not sparse.isdisjoint(name.split(".")) for name in names)

@@ -17,8 +17,11 @@ def choose_frozen(
     sizes: ModelSize,
     shares: ShardCounts,
     *,
+    rows: int,
     tokens: int,
     capacity: int | None,
+    largest: int | None = None,
+    has_rare_parts: bool = False,
     can_recompute: bool = True,
     fused: bool = False,
     compiled: bool = False,
@@ -27,14 +30,17 @@ def choose_frozen(
 
     Whole frozen weights are never gathered. The adapter is small, so it is whole then too, and trained as under ddp.
     With auto the weights are whole if they fit without any recomputation, because recomputing takes longer than
-    gathering.
+    gathering. They are sharded if activations or gradients are not known to be as ddp needs them.
 
     Args:
         recipe: The recipe of the run.
         sizes: The size of the model.
         shares: Over how many processes the profile shards weights, gradients and optimizer state.
-        tokens: Tokens of the largest micro-batch.
+        rows: Rows of a micro-batch.
+        tokens: Tokens of the longest row. Rows of images have the patches of an image.
         capacity: Memory of the smallest device in bytes; None without a device.
+        largest: Tokens of the largest micro-batch; None if every row may be the longest.
+        has_rare_parts: Whether steps may leave trained weights without a gradient, which ddp does not allow.
         can_recompute: Whether the model's layers support recomputation.
         fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
         compiled: Whether the layers are compiled in the modes none and full.
@@ -49,9 +55,18 @@ def choose_frozen(
     whole, reason = ShardCounts(), "as set"
     if requested == "auto":
         modes, _ = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused, can_tile=False)
-        needed = estimate_modes(recipe, sizes, whole, tokens=tokens, fused=fused, compiled=compiled)[modes[0]].total
-        requested = capacity is None or needed > USABLE_FRACTION * capacity
-        reason = f"auto: whole ones would need {needed / 1e9:.2f} GB" if requested else "auto: they fit"
-        reason = "auto: no device" if capacity is None else reason
+        tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
+        batch = rows * tokens if largest is None else largest
+        needed = estimate_modes(recipe, sizes, whole, tokens=batch, fused=fused, compiled=compiled)[modes[0]].total
+        if capacity is None:
+            requested, reason = True, "auto: no device"
+        elif has_rare_parts:
+            requested, reason = True, "auto: not every step trains all modules"
+        elif needed > USABLE_FRACTION * capacity:
+            requested, reason = True, f"auto: whole ones would need {needed / 1e9:.2f} GB"
+        elif sizes.shape is None:
+            requested, reason = True, "auto: activations not known"
+        else:
+            requested, reason = False, "auto: they fit"
     where = f"sharded over {shares.weights} processes" if requested else "whole on each GPU, so trained as under ddp"
     return shares if requested else whole, f"frozen weights {sizes.frozen_bytes / 1e9:.2f} GB, {where} ({reason})"

@@ -82,6 +82,7 @@ class Shape:
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape | None:
         """Return the shape that a transformers configuration describes; None if the model is not a transformer."""
+        tiles = architecture_of(config.get("model_type")).tiles_mlp  # kernels read the type of the whole model
         if isinstance(config.get("text_config"), dict):
             config = config["text_config"]
 
@@ -123,7 +124,7 @@ class Shape:
             norms_outputs=row.norms_outputs,
             ties_head=config.get("tie_word_embeddings", row.ties_head) is True,
             stored_inner=stored,
-            tiles_mlp=row.tiles_mlp,
+            tiles_mlp=tiles,
         )
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftcli.config.compatibility import check_pair
 from ftcli.config.plan import Plan, derive_batches, derive_plan
@@ -161,9 +161,10 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     if target.size is None:
         return known
     compiled, rows = _compiles(profile, target, plan, "none"), recipe.batch.micro_size
-    tokens = target.longest * (1 if rows == "auto" else rows)
+    rows = 1 if rows == "auto" else plan.micro_size
     how = {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
-    shares, _ = choose_frozen(recipe, target.size, shares, tokens=tokens, capacity=target.capacity, **how)
+    of_rows: dict[str, Any] = {"rows": rows, "tokens": target.longest, "capacity": target.capacity}
+    shares, _ = choose_frozen(recipe, target.size, shares, **of_rows, **how)
     if recipe.batch.micro_size == "auto" and target.typical:
         return replace(_by_tokens(profile, target, plan, shares), tokens=known.tokens)
     candidates = [_of_size(profile, target, plan, shares, micro) for micro in _micro_sizes(recipe, processes)]

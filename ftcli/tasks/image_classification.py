@@ -108,7 +108,8 @@ class Task:
         height, width = self.processor([Image.new("RGB", (64, 64))], return_tensors="np")["pixel_values"].shape[2:]
         resample = getattr(self.processor, "resample", None)
         resample = int(Image.Resampling.BILINEAR if resample is None else resample)
-        mean = list(getattr(self.processor, "image_mean", None) or [0.5] * 3)
+        mean = getattr(self.processor, "image_mean", None) or 0.5
+        mean = [mean] * 3 if isinstance(mean, (int, float)) else list(mean)  # one number stands for all channels
         return Augmentation(self.options, self.recipe.seed, (height, width), resample, mean)
 
     def fingerprint(self) -> str:

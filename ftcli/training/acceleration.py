@@ -6,6 +6,7 @@ None of them may change the loss curve beyond rounding. `accelerate_model` fixes
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 from ftcli.config.profile import profile_of_process
 from ftcli.data.packing import lengths_of, row_capacity
 from ftcli.hardware.batch_norm import trained_norms
+from ftcli.models.architectures import EXPERT_MODULES
 from ftcli.models.frozen_sharding import choose_frozen
 from ftcli.models.kernels.activation_checkpointing import can_recompute, enable_recomputation
 from ftcli.models.kernels.activation_offloading import offload_activations
@@ -192,7 +194,8 @@ def choose_recomputation(
     norms, capacity = any(trained_norms(model)), min((size for size in capacities if size is not None), default=None)
     how = {"can_recompute": can_recompute(model) and not norms, "fused": compiled or has_liger, "compiled": compiled}
     of_profile = shares
-    shares, frozen_line = _choose_frozen(recipe, data, sizes, shares, capacity, how)
+    is_rare = _has_rare_parts(model, recipe, data.task)
+    shares, frozen_line = _choose_frozen(recipe, data, sizes, shares, capacity, how, has_rare_parts=is_rare)
     if recipe.batch.micro_size == "auto" and data.sizes is not None:
         choice = _choose_passes(recipe, data, data.sizes, sizes, shares, capacity, device_type, how)
     else:
@@ -237,14 +240,29 @@ def _choose_frozen(
     shares: ShardCounts,
     capacity: int | None,
     how: dict[str, bool],
+    *,
+    has_rare_parts: bool,
 ) -> tuple[ShardCounts, str | None]:
     """Choose whether frozen weights are sharded. With `batch.micro_size: auto` they are whole if one row fits then."""
     rows, size = 1 if recipe.batch.micro_size == "auto" else data.plan.micro_size, data.sizes
-    tokens = rows * _longest_row(recipe, data.rows)
+    tokens, largest = _longest_row(recipe, data.rows), None
     if size is not None and rows > 1 and capacity is not None and shares.shards_on_gpus:
         is_flat = getattr(data.task, "is_flat", False)
-        tokens = largest_micro_batch(recipe, data.plan, data.rows, size, is_flat=is_flat, size=rows) or tokens
-    return choose_frozen(recipe, sizes, shares, tokens=tokens, capacity=capacity, **how)
+        largest = largest_micro_batch(recipe, data.plan, data.rows, size, is_flat=is_flat, size=rows)
+    known: dict[str, Any] = {"capacity": capacity, "largest": largest, "has_rare_parts": has_rare_parts}
+    return choose_frozen(recipe, sizes, shares, rows=rows, tokens=tokens, **known, **how)
+
+
+def _has_rare_parts(model: nn.Module, recipe: Recipe, task: Any) -> bool:
+    """Return whether steps may leave trained parameters without a gradient: those of single experts and `sparse`.
+
+    A recipe that only warns of missing gradients may have others.
+    """
+    if recipe.faults.missing_gradient == "warn":
+        return True
+    sparse, single = set(getattr(task, "sparse", ())), re.compile(rf"(^|\.)({'|'.join(EXPERT_MODULES)})\.\d+\.")
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return any(single.search(name) or not sparse.isdisjoint(name.split(".")) for name in names)
 
 
 def _choose_passes(

@@ -67,6 +67,6 @@ def _remedies(run: Run) -> list[str]:
     stronger = {"none": "full", "selective": "full", "full": "tiled"}.get(run.recomputed)
     if stronger is not None:
         remedies.append(f"set model.gradient_checkpointing to {stronger}: less memory, more time, the same curve")
-    if run.hardware.backend.replaces_shards:
-        remedies.append("set model.shard_frozen to true: the GPUs share the frozen weights, the same curve")
+    if run.hardware.backend.replaces_shards:  # more GPUs would not help
+        return [*remedies, "set model.shard_frozen to true: the GPUs share the frozen weights, the same curve"]
     return [*remedies, advise_profile(run.hardware.distributed_type)]

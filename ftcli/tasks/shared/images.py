@@ -185,7 +185,8 @@ def normalised_pixels(images: list[Image], processor: Any) -> Tensor:
     if getattr(processor, "do_rescale", False):
         scale = scale * processor.rescale_factor
     if getattr(processor, "do_normalize", False):
-        deviation = torch.tensor(processor.image_std)
-        scale, shift = scale / deviation, -torch.tensor(processor.image_mean) / deviation
+        # One number stands for all channels.
+        mean, deviation = (torch.tensor(values).expand(3) for values in (processor.image_mean, processor.image_std))
+        scale, shift = scale / deviation, -mean / deviation
     values = torch.from_numpy(numpy.stack([numpy.asarray(image) for image in images])).permute(0, 3, 1, 2)
     return torch.addcmul(shift.view(3, 1, 1), values.float(), scale.view(3, 1, 1)).contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ftcli.config.profile import ShardCounts
@@ -31,7 +33,7 @@ def recipe(shard_frozen: bool | str = "auto", adapter: str = "lora") -> Recipe:
 def chosen(
     shard_frozen: bool | str = "auto", *, shares: ShardCounts = FSDP, capacity: int | None = 80 * 10**9
 ) -> tuple[ShardCounts, str | None]:
-    return choose_frozen(recipe(shard_frozen), SIZES, shares, tokens=16, capacity=capacity)
+    return choose_frozen(recipe(shard_frozen), SIZES, shares, rows=1, tokens=16, capacity=capacity)
 
 
 def test_frozen_weights_are_whole_where_they_fit() -> None:
@@ -55,8 +57,30 @@ def test_a_recipe_decides_for_itself() -> None:
     ids=["zero3", "fsdp_offload", "without an adapter"],
 )
 def test_weights_stay_sharded_where_there_is_no_choice(shares: ShardCounts, adapter: str) -> None:
-    assert choose_frozen(recipe("auto", adapter), SIZES, shares, tokens=16, capacity=10**12) == (shares, None)
+    assert choose_frozen(recipe("auto", adapter), SIZES, shares, rows=1, tokens=16, capacity=10**12) == (shares, None)
 
 
 def test_without_shards_there_is_nothing_to_choose() -> None:
     assert chosen(False, shares=ShardCounts()) == (ShardCounts(), None)
+
+
+def choose(sizes: ModelSize, rows: int, tokens: int, capacity: int = 80 * 10**9, **known: int | bool) -> str:
+    _, line = choose_frozen(recipe(), sizes, FSDP, rows=rows, tokens=tokens, capacity=capacity, **known)
+    assert line is not None
+    return line.partition("auto: ")[2].rstrip(")")
+
+
+def test_weights_stay_sharded_where_the_activations_are_not_known() -> None:
+    assert choose(replace(SIZES, frozen_bytes=60 * 10**9, shape=None), 8, 4096) == "activations not known"
+
+
+def test_weights_stay_sharded_where_a_step_may_not_train_all_modules() -> None:
+    """DistributedDataParallel stops at a parameter without a gradient, and FSDP does not."""
+    assert choose(SIZES, 1, 16, has_rare_parts=True) == "not every step trains all modules"
+
+
+def test_rows_of_images_have_their_patches_and_known_micro_batches_their_tokens() -> None:
+    assert SIZES.shape is not None
+    assert choose(SIZES, 64, 10**7).startswith("whole ones would need")
+    assert choose(replace(SIZES, shape=replace(SIZES.shape, patches=197)), 64, 10**7) == "they fit"
+    assert choose(SIZES, 64, 10**7, largest=1000) == "they fit"

@@ -97,3 +97,10 @@ def test_recomputed_bytes_with_tiles_equal_a_hand_count() -> None:
     of_tile = 50 * 6 * 40
     assert half == 100 * (outside + 2 * 2 * 8) + of_tile, "gradients of input and output, and the tensors of a tile"
     assert few == 100 * (outside + 2 * (2 * 8 + 2 * 4 + 4 * 8)), "gradients of attention and of the residual stream"
+
+
+def test_layers_inside_a_vision_language_model_have_no_tiles() -> None:
+    """The kernels know a model by the type of its whole configuration."""
+    assert shape(model_type="gemma3_text").tiles_mlp
+    inside = Shape.of({"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}})
+    assert inside is not None and not inside.tiles_mlp

@@ -370,3 +370,13 @@ def test_plan_of_an_invalid_recipe_names_file_and_line(recipe: Path, capsys: pyt
 def test_plan_shape_of_the_fixture_has_the_weights_of_the_hand_count() -> None:
     shape = Shape.of(LLAMA)
     assert shape is not None and shape.weights == WEIGHTS
+
+
+def test_plan_of_an_adapter_counts_no_more_rows_than_a_process_has(recipe: Path) -> None:
+    changes = ["adapter.type=lora", "adapter.r=8", "adapter.lora_alpha=16", "batch.global_size=2"]
+    few, many = (
+        planned(recipe, "fsdp", gpus=2, memory_gb=80, overrides=[*changes, f"batch.micro_size={size}"]).forecasts[0]
+        for size in (1, 1024)
+    )
+    assert few.plan.micro_size == many.plan.micro_size == 1
+    assert few.memory.total == many.memory.total

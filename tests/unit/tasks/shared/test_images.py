@@ -372,6 +372,7 @@ def test_load_image_of_decimal_pixels_up_to_one_is_refused() -> None:
         ({"do_normalize": False}, True),
         ({"do_rescale": False}, True),
         ({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "rescale_factor": 1 / 128}, True),
+        ({"image_mean": 0.4, "image_std": 0.2}, True),
         ({"image_processor_type": "MobileViTImageProcessor", "do_flip_channel_order": True}, False),
         ({"image_processor_type": "EfficientNetImageProcessor", "include_top": True}, False),
     ],

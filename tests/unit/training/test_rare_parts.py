@@ -1,0 +1,35 @@
+"""Which trained modules may have no gradient in a step, so that DistributedDataParallel would stop."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ftcli.training.acceleration import _has_rare_parts
+
+
+def faults(missing_gradient: str) -> Any:
+    return SimpleNamespace(faults=SimpleNamespace(missing_gradient=missing_gradient))
+
+
+@pytest.mark.parametrize(
+    ("name", "sparse", "expected"),
+    [
+        ("experts", (), True),
+        ("branches", ("branches",), True),
+        ("branches", ("other",), False),
+    ],
+)
+def test_single_experts_and_sparse_modules_may_have_no_gradient(
+    name: str, sparse: tuple[str, ...], expected: bool
+) -> None:
+    model = nn.ModuleDict({name: nn.ModuleList([nn.Linear(2, 2)])})
+    assert _has_rare_parts(model, faults("stop"), SimpleNamespace(sparse=sparse)) is expected
+    assert not _has_rare_parts(model.requires_grad_(False), faults("stop"), SimpleNamespace(sparse=sparse))
+
+
+def test_a_recipe_that_warns_of_missing_gradients_may_have_them() -> None:
+    assert _has_rare_parts(nn.Linear(2, 2), faults("warn"), SimpleNamespace())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.answer_ends import BASE_LACKS_IT
 from ftcli.checkpoint.hf_shards import save_weights
@@ -12,6 +12,10 @@ from ftcli.config.recipe_inputs import Model
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.adapter_folder import HOW_TO_LOAD
 from ftcli.runtime.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def convert_model(final: Path, folder: Path, dtype_name: str, most: int) -> None:
@@ -51,6 +55,16 @@ def convert_model(final: Path, folder: Path, dtype_name: str, most: int) -> None
     name_dtype(folder / "config.json", dtype_name)
 
 
+def cast_values(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype; integers, such as the counters of batch norms, stay as they are.
+
+    Args:
+        value: Any tensor.
+        dtype: A floating-point dtype.
+    """
+    return value.to(dtype) if value.is_floating_point() else value
+
+
 def convert_adapter(path: Path, dtype: str) -> None:
     """Convert the weights of an adapter to another dtype, in place.
 
@@ -61,8 +75,7 @@ def convert_adapter(path: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    wanted, stored = getattr(torch, dtype), load_file(path)  # counters of batch norms stay integers
-    values = {name: value.to(wanted) if value.is_floating_point() else value for name, value in stored.items()}
+    values = {name: cast_values(value, getattr(torch, dtype)) for name, value in load_file(path).items()}
     save_file(values, path, metadata={"format": "pt"})
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.answer_ends import FILE as GENERATION
 from ftcli.checkpoint.answer_ends import complete_answer_ends, write_answer_ends
-from ftcli.checkpoint.conversion import convert_adapter, convert_model, merged_card, name_base_revision, name_dtype
+from ftcli.checkpoint.conversion import (
+    cast_values,
+    convert_adapter,
+    convert_model,
+    merged_card,
+    name_base_revision,
+    name_dtype,
+)
 from ftcli.checkpoint.export_job import ExportJob
 from ftcli.checkpoint.final import PROBE, check_base, check_final_files, load_plain, model_card
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
@@ -289,9 +296,7 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
                 expected = _write_merged(job, model, folder, expected)
                 card = merged_card(card)
             else:
-                tensors = {name: value.to(dtype) for name, value in trained.items()} | {
-                    name: value.to(dtype) if value.is_floating_point() else value for name, value in buffers.items()
-                }
+                tensors = {name: cast_values(value, dtype) for name, value in (trained | buffers).items()}
                 write_adapter(model, tensors, folder, properties.adapter_task_type)
                 write_trained_on(folder, trained_on(job.checkpoint))
                 digests = {name: digest(value) for name, value in tensors.items()}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.checkpoint.conversion import cast_values
 from ftcli.models.own_model import exported_part, load_weights, probe_tensor, read_tensors
 from ftcli.runtime.errors import ExportError
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from ftcli.checkpoint.export_job import ExportJob
     from ftcli.checkpoint.verify import ExpectedModel
@@ -39,7 +39,7 @@ def rebuild_by_task(job: ExportJob, folder: Path, expected: ExpectedModel) -> fl
         return _rebuild_adapter(job, folder, expected)
     dtype, stored = getattr(torch, job.dtype), dict(read_tensors(folder))
     digests = expected.digests or {
-        name: digest(_cast(value, dtype)) for name, value in (read_tensors(job.final) if job.final else ())
+        name: digest(cast_values(value, dtype)) for name, value in (read_tensors(job.final) if job.final else ())
     }
     names = [*digests, *(name for name in stored if name not in digests)]
     if wrong := [name for name in names if name not in stored or digests.get(name) != digest(stored[name])]:
@@ -67,19 +67,14 @@ def _rebuild_adapter(job: ExportJob, folder: Path, expected: ExpectedModel) -> f
     model = build_model(job.recipe, task, _dataset_info(job, task))
     load_adapter_weights(model, folder)  # raises an error for a tensor that is missing or unexpected
     tensors = {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
-    pairs = [(name, _cast(tensors[name], dtype), sha) for name, sha in expected.digests.items()]
+    pairs = [(name, cast_values(tensors[name], dtype), sha) for name, sha in expected.digests.items()]
     if job.final is not None:
         exported = load_file(folder / WEIGHTS)
         trained = load_file(job.final / WEIGHTS)
-        pairs += [(name, exported[name], digest(_cast(value, dtype))) for name, value in trained.items()]
+        pairs += [(name, exported[name], digest(cast_values(value, dtype))) for name, value in trained.items()]
     if wrong := [name for name, value, sha in pairs if digest(value) != sha]:
         raise ExportError(f"these weights differ from the trained ones: {wrong[:3]}")
     return 0.0 if job.probe is None else _probe_distance(task, model, job.probe)
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a dtype; integers, such as the counters of batch norms, stay as they are."""
-    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _dataset_info(job: ExportJob, task: Any) -> dict[str, Any]:

@@ -52,8 +52,7 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
 
 def _frozen_problems(profile: Profile, where: str) -> list[Problem]:
     """Return a problem if frozen weights are to be whole on the GPUs, and the profile has no whole weights there."""
-    offloads = (profile.values.get("fsdp_config") or {}).get("fsdp_offload_params") is True
-    if not (profile.is_stage_3 or offloads):
+    if not (profile.is_stage_3 or profile.offloads_shards):
         return []
     message = "model.shard_frozen: false cannot run on this profile: it keeps no whole weights on the GPUs"
     return [Problem(message, where, "remove the key, or choose fsdp or ddp")]
@@ -66,7 +65,7 @@ def _packing_problems(recipe: Recipe, profile: Profile, where: str) -> list[Prob
     one parameter on a GPU.
     """
     flattens = profile.distributed_type == "DEEPSPEED"
-    if not flattens and (profile.values.get("fsdp_config") or {}).get("fsdp_offload_params") is not True:
+    if not flattens and not profile.offloads_shards:
         return []
     packed = {}  # key -> (reason under ZeRO, reason with shards in host memory, hint)
     if recipe.model.quantization is not None:

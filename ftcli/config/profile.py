@@ -96,6 +96,12 @@ class Profile:
         return self._zero()[1] != "none"
 
     @property
+    def offloads_shards(self) -> bool:
+        """Whether FSDP stores shards and optimizer state in host memory."""
+        section = self.values.get("fsdp_config") or {}
+        return self.distributed_type == "FSDP" and section.get("fsdp_offload_params") is True
+
+    @property
     def is_stage_3(self) -> bool:
         """Whether DeepSpeed shards the weights and gathers them in hooks (ZeRO-3)."""
         return self._zero()[0] == 3
@@ -131,7 +137,7 @@ class Profile:
         """
         if self.distributed_type == "FSDP":
             section, shards = self.values.get("fsdp_config") or {}, derive_shards(*self.mesh, processes)
-            if section.get("fsdp_offload_params") is True:
+            if self.offloads_shards:
                 return ShardCounts(0, 0, 0)
             is_replicated = section.get("fsdp_reshard_after_forward") is False
             return ShardCounts(1 if is_replicated else shards, shards, shards)

@@ -153,6 +153,7 @@ def _write(run: Run, profiler: Any, folder: RunFolder, plain: list[float], recor
         "machine": platform.node(),
         "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "backend": run.hardware.distributed_type,
+        "replaces_shards": run.hardware.backend.replaces_shards,
         "micro_size": run.plan.typical_rows,
         "accumulation": run.plan.typical_passes,
         "steps": len(recorded),

@@ -55,8 +55,7 @@ def choose_frozen(
     whole, reason = ShardCounts(), "as set"
     if requested == "auto":
         modes, _ = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused, can_tile=False)
-        tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
-        batch = rows * tokens if largest is None else largest
+        batch = rows * sizes.tokens_of_row(tokens) if largest is None else largest
         needed = estimate_modes(recipe, sizes, whole, tokens=batch, fused=fused, compiled=compiled)[modes[0]].total
         if capacity is None:
             requested, reason = True, "auto: no device"

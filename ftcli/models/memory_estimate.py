@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.task_registry import task_class
-from ftcli.models.shape import COMPUTE_BYTES, ModelSize, Shape
+from ftcli.models.shape import COMPUTE_BYTES, OF_WHOLE_LAYERS, ModelSize, Shape
 from ftcli.tasks.protocol import properties_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 MODES = ("none", "selective", "full", "tiled")  # what the backward pass recomputes; the fastest mode first
-OF_WHOLE_LAYERS = ("full", "tiled")
 USABLE_FRACTION = 0.9  # of a device's memory; driver, communication buffers and fragmentation take the rest
 # Largest number of logits in one chunk of linear_cross_entropy.py, unless a single row has more. 2^28 bfloat16 logits
 # are 512 MiB. Chunks are large because each one reads and writes the whole gradient of the head's weight.
@@ -226,7 +225,7 @@ def choose_mode(
     Returns:
         One of `MODES`, and a line for the log with the estimate and the reason.
     """
-    tokens = tokens if sizes.shape is None or sizes.shape.patches is None else sizes.shape.patches
+    tokens = sizes.tokens_of_row(tokens)
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
     # The search for a micro size accumulates gradients.
     fresh_gradients = has_fresh_gradients(shares, plan) and recipe.batch.micro_size != "auto"

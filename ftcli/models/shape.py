@@ -35,6 +35,7 @@ UNGATED_BYTES = {"fp32": 20, "bf16": 16, "fp16": 16, "bf16_pure": 10, "fp8": 16}
 ADAPTER_BYTES, ADAPTER_FUSED_BYTES, ADAPTER_COMPILED_BYTES = 12, 8, 4
 # A norm that is no fused kernel stores its input in float32, and its normalised values if its weight is trained.
 NORM_INPUT_BYTES = 4
+OF_WHOLE_LAYERS = ("full", "tiled")  # modes of recomputation that store the input of a layer only
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Shape:
             rank: Features of a LoRA adapter; 0 without one.
         """
         size, residual = COMPUTE_BYTES[precision], 2 if precision == "bf16_pure" or adapter else 4
-        if mode in ("full", "tiled"):
+        if mode in OF_WHOLE_LAYERS:
             return residual * self.hidden
         attention = size * (2 * self.attention + 2 * self.keys) + 4 * self.heads  # q, result, k, v, sums
         attention += size * rank * (7 if self.has_gate else 6)  # between the two matrices of each adapter
@@ -265,6 +266,14 @@ class ModelSize:
     trained: int
     frozen_bytes: int
     shape: Shape | None
+
+    def tokens_of_row(self, tokens: int) -> int:
+        """Return the tokens of the longest row: `tokens`, or the patches of a model for images.
+
+        Args:
+            tokens: Tokens of the longest row, if rows have tokens.
+        """
+        return tokens if self.shape is None or self.shape.patches is None else self.shape.patches
 
 
 def measure_model(folder: Path, recipe: Recipe) -> ModelSize:

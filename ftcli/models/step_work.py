@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from ftcli.models.memory_estimate import (
     MAX_LOGITS_PER_CHUNK,
-    OF_WHOLE_LAYERS,
     has_frozen_16_bit_weights,
     optimizer_bytes,
     trains_head,
     trains_language_model,
     uses_vocabulary_logits,
 )
+from ftcli.models.shape import OF_WHOLE_LAYERS
 
 if TYPE_CHECKING:
     from ftcli.config.plan import Plan

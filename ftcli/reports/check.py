@@ -304,7 +304,8 @@ def _expect_passes(
     sizes, how = measure_model(folder, recipe), {"fused": compiled, "compiled": compiled}
     lengths, largest = cached_lengths(recipe), None
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
-    shares, frozen = choose_frozen(recipe, sizes, shares, rows=rows, tokens=tokens, capacity=capacity, **how)
+    longest = max(lengths) if lengths and not recipe.data.packing else tokens
+    shares, frozen = choose_frozen(recipe, sizes, shares, rows=rows, tokens=longest, capacity=capacity, **how)
     facts = {} if frozen is None else {"frozen weights": frozen.removeprefix("frozen weights ")}
     notes: list[str] = []
     if lengths and not recipe.data.packing:

@@ -97,6 +97,7 @@ class Forecast:
         time: Time of a step; None if it is not known.
         tokens: Tokens of a step over all GPUs, with padding.
         faster: The forecast of a smaller micro size that also fits and is faster, because less is recomputed.
+        frozen: Where frozen weights are; None if the profile has no choice.
     """
 
     profile: str
@@ -110,6 +111,7 @@ class Forecast:
     time: StepTime | None = None
     tokens: float = 0.0
     faster: Forecast | None = None
+    frozen: str | None = None
 
     @property
     def parts(self) -> dict[str, int]:
@@ -164,9 +166,10 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     rows = 1 if rows == "auto" else plan.micro_size
     how = {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
     of_rows: dict[str, Any] = {"rows": rows, "tokens": target.longest, "capacity": target.capacity}
-    shares, _ = choose_frozen(recipe, target.size, shares, **of_rows, **how)
+    shares, frozen = choose_frozen(recipe, target.size, shares, **of_rows, **how)
+    known = replace(known, frozen=frozen)
     if recipe.batch.micro_size == "auto" and target.typical:
-        return replace(_by_tokens(profile, target, plan, shares), tokens=known.tokens)
+        return replace(_by_tokens(profile, target, plan, shares), tokens=known.tokens, frozen=frozen)
     candidates = [_of_size(profile, target, plan, shares, micro) for micro in _micro_sizes(recipe, processes)]
     if recipe.batch.micro_size == "auto":  # the run chooses the mode for one row, and adds rows as long as they fit
         least = min(candidates[-1], key=lambda one: one.memory.total if one.memory else 0)
@@ -176,7 +179,7 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     chosen = next((one for one in tried if one.fits is not False), None)
     if chosen is None:
         chosen = min(tried, key=lambda one: one.memory.total if one.memory else 0)
-    chosen = replace(chosen, tokens=known.tokens)
+    chosen = replace(chosen, tokens=known.tokens, frozen=frozen)
     best = min((one for one in tried if one.fits and one.time), key=_seconds, default=chosen)
     is_faster = best.time is not None and _seconds(best) < WORTH_NAMING * _seconds(chosen)
     return replace(chosen, faster=best) if chosen.fits and is_faster else chosen
@@ -238,7 +241,7 @@ def _of_size(profile: Profile, target: Target, plan: Plan, shares: ShardCounts, 
     assert size is not None
     micro, accumulation = derive_batches(plan.global_size, micro, plan.processes)
     plan = replace(plan, micro_size=micro, accumulation=accumulation)
-    tokens = target.longest if size.shape is None or size.shape.patches is None else size.shape.patches
+    tokens = size.tokens_of_row(target.longest)
     forecasts = []
     can_compile = _compiles(profile, target, plan, "none")
     can_tile = tiles_mlps(recipe, size.shape, shares)

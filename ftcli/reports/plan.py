@@ -125,6 +125,7 @@ def plan(
         notes.append("the network between machines is not known: times are those of one machine's links")
     target = Target(loaded, size, model_type, rows, lengths, longest, device, capacity, count, typical)
     forecasts = [forecast(profile, target) for profile in chosen]
+    notes += [f"{one.profile}: {one.frozen}" for one in forecasts if one.frozen is not None]
     if any(one.plan is not None and one.plan.steps is None for one in forecasts):
         missing.append("hours: the number of rows is not known (ftcli tokenize RECIPE, or set train.max_steps)")
     return PlanReport(str(path), target, forecasts, price, missing, notes)

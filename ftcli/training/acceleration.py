@@ -6,9 +6,9 @@ None of them may change the loss curve beyond rounding. `accelerate_model` fixes
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ from ftcli.models.structure import base_model_of
 from ftcli.runtime.errors import InputError
 from ftcli.training.batches.passes import PassRule
 from ftcli.training.compilation import choose_compile
+from ftcli.training.gradient_watch import rare_module_names
 from ftcli.training.pass_sizes import count_passes_of_run, largest_micro_batch
 from ftcli.training.short_rows import note_of_run
 
@@ -260,9 +261,14 @@ def _has_rare_parts(model: nn.Module, recipe: Recipe, task: Any) -> bool:
     """
     if recipe.faults.missing_gradient == "warn":
         return True
-    sparse, single = set(getattr(task, "sparse", ())), re.compile(rf"(^|\.)({'|'.join(EXPERT_MODULES)})\.\d+\.")
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return any(single.search(name) or not sparse.isdisjoint(name.split(".")) for name in names)
+    trained = [name.split(".") for name, parameter in model.named_parameters() if parameter.requires_grad]
+    rare = rare_module_names(task)
+    # All experts of a layer in one tensor always have a gradient; single experts are numbered.
+    return any(
+        part in rare and (part not in EXPERT_MODULES or following.isdigit())
+        for parts in trained
+        for part, following in pairwise(parts)
+    )
 
 
 def _choose_passes(

@@ -12,7 +12,7 @@ ZeRO, which steps tensors without a gradient too, a decayed tensor therefore see
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -114,11 +114,20 @@ def skipped_steps(run: Run) -> int:
     return len(run.guard.record) + (0 if scale is None else scale.skipped)
 
 
+def rare_module_names(task: Any) -> set[str]:
+    """Return the names of modules that not every row uses: those of experts, and those in the task's `sparse`.
+
+    Args:
+        task: The task of the run.
+    """
+    return {*EXPERT_MODULES, *getattr(task, "sparse", ())}
+
+
 def _report_missing(run: Run, seen: set[str], steps: int) -> None:
     """Stop the run or warn if no process has seen a gradient of some tensors. A collective."""
     names = list(run.hardware.trained_shapes(run.model))
     counts = run.hardware.ranks.sum_later([int(name in seen) for name in names])()
-    rare_modules = {*EXPERT_MODULES, *getattr(run.task, "sparse", ())}
+    rare_modules = rare_module_names(run.task)
     model = run.hardware.unwrap(run.model)
     dead = [
         name

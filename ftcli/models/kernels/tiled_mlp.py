@@ -41,9 +41,9 @@ ALIGNMENT = 16  # tokens; matrix products are slower for other numbers of rows
 def tile_mlps(model: nn.Module, recipe: Recipe, recomputed: str, *, has_hooks: bool = False) -> list[str]:
     """Compute the MLPs of a model's layers in tiles of tokens, in forward passes that have enough tokens.
 
-    Layers must be recomputed as a whole. Modules, names and weights stay. In training the norm
-    before an MLP returns its input, and the MLP computes the norm. If layers are compiled, a tile has graphs of its
-    own, and a layer ends its graph before the MLP.
+    Layers must be recomputed as a whole. Modules, names and weights stay. In training the norm before an MLP returns
+    its input, and the MLP computes the norm. If layers are compiled, a tile has graphs of its own, and a layer ends its
+    graph before the MLP.
 
     Args:
         model: The model, not prepared. The forward of its MLPs and of the norms before them is replaced.

@@ -312,9 +312,10 @@ def read_ranks(folder: RunFolder) -> tuple[dict[int, dict[str, Any]], dict[int, 
 def _setting(recipe: Recipe, profile: Profile | None, facts: dict[str, Any], *, on_gpu: bool) -> Setting:
     """Return the settings that remedies depend on."""
     adapter = None if recipe.adapter.type in (None, "none") else recipe.adapter.type
+    gathers = profile is not None and profile.gathers_weights and not facts.get("replaces_shards")
     return Setting(
-        gathers_weights=profile is not None and profile.gathers_weights,
-        change_to_gather_once=None if profile is None else profile.change_to_gather_once,
+        gathers_weights=gathers,
+        change_to_gather_once=profile.change_to_gather_once if profile is not None and gathers else None,
         processes=facts["processes"],
         accumulation=facts["accumulation"],
         micro_size=facts["micro_size"],

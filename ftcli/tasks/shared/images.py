@@ -168,8 +168,8 @@ def _as_rgb(image: Image) -> Image:
 def normalised_pixels(images: list[Image], processor: Any) -> Tensor:
     """Return RGB images of the model's size as pixels, rescaled and normalised as an image processor does it.
 
-    The processor's Pillow backend takes a quarter of the time of preparing a row for these two steps. Here they are one
-    multiplication and one addition. The results agree up to rounding.
+    The processor's Pillow backend takes several passes over the pixels. Here they are multiplied and added to once. The
+    results agree up to rounding.
 
     Args:
         images: The images, all of one size.

@@ -380,3 +380,11 @@ def test_plan_of_an_adapter_counts_no_more_rows_than_a_process_has(recipe: Path)
     )
     assert few.plan.micro_size == many.plan.micro_size == 1
     assert few.memory.total == many.memory.total
+
+
+def test_plan_of_an_adapter_says_where_frozen_weights_are(recipe: Path) -> None:
+    adapter = ["adapter.type=lora", "adapter.r=8", "adapter.lora_alpha=16"]
+    report = planned(recipe, "ddp", "fsdp", "zero3", overrides=adapter)
+    (note,) = (line for line in report.notes if "frozen weights" in line)
+    assert note.startswith("fsdp: frozen weights 2.47 GB, whole on each GPU, so trained as under ddp (auto: they fit)")
+    assert not any("frozen weights" in line for line in planned(recipe, "fsdp").notes)

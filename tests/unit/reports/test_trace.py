@@ -12,16 +12,17 @@ import pytest
 
 import ftcli
 from ftcli.config.profile import load_profile
+from ftcli.config.recipe import Recipe
 from ftcli.launch.trace_files import COOL_DOWN, STEP, WARM_UP
 from ftcli.reports.tracing.events import PARTS, break_down, divide, read_events
 from ftcli.reports.tracing.merge import of_rank
 from ftcli.reports.tracing.page import draw_page
-from ftcli.reports.tracing.trace import explain, shorten
+from ftcli.reports.tracing.trace import _setting, explain, shorten
 from ftcli.reports.tracing.verdict import Setting, communication_remedies, slowest, verdict
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.run_folder import RunFolder
 
-from ...support.recipes import recipe_values
+from ...support.recipes import minimal_values, recipe_values
 from ...support.run_folders import MARKUP, SCRIPT
 from .test_report import Elements
 
@@ -280,3 +281,12 @@ def test_trace_in_a_launched_process_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_parts_are_those_of_the_report() -> None:
     assert set(CPU_SHARES) == set(PARTS)
+
+
+def test_setting_of_a_run_that_was_trained_as_under_ddp_gathers_no_weights() -> None:
+    recipe = Recipe.model_validate(minimal_values(model={"name": "m"}, data={"train": "t.jsonl"}))
+    facts = {"processes": 2, "accumulation": 2, "micro_size": 1, "compiled": False}
+    for replaces, gathers in ((False, True), (True, False)):
+        setting = _setting(recipe, load_profile("fsdp"), facts | {"replaces_shards": replaces}, on_gpu=True)
+        assert setting.gathers_weights is gathers
+        assert (setting.change_to_gather_once is not None) is gathers

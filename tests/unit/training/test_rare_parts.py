@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import nn
 
+from ftcli.config.recipe import Recipe
 from ftcli.training.acceleration import _has_rare_parts
 
+from ...support.recipes import minimal_values
 
-def faults(missing_gradient: str) -> Any:
-    return SimpleNamespace(faults=SimpleNamespace(missing_gradient=missing_gradient))
+
+def faults(missing_gradient: str) -> Recipe:
+    sections = {"model": {"name": "m"}, "data": {"train": "t.jsonl"}, "faults": {"missing_gradient": missing_gradient}}
+    return Recipe.model_validate(minimal_values(**sections))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
-"""Profile a few steps and return a text: kernels by device time, and the gaps between them."""
+"""Profile a few steps and return a text: kernels by device time, the gaps between them, and the host meanwhile."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-MOST_KERNELS, MOST_GAPS, LONG_GAP = 30, 10, 20.0  # the last in microseconds
+MOST_KERNELS, MOST_GAPS, LONG_GAP = 60, 15, 20.0  # the last in microseconds
 WIDEST = 110  # characters of a kernel's name
 
 
@@ -32,8 +34,16 @@ def stop(profiler: profile, steps: int, *, on_gpu: bool) -> str:
     if not on_gpu:
         return "\n".join(_kernels(kernels, steps, lambda event: event.self_cpu_time_total))
     kernels.sort(key=lambda event: event.time_range.start)
+    host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
+    gaps = _gaps(kernels)
     return "\n".join(
-        [*_kernels(kernels, steps, lambda event: event.time_range.elapsed_us()), "", *_gaps(kernels, steps)]
+        [
+            *_kernels(kernels, steps, lambda event: event.time_range.elapsed_us()),
+            "",
+            *_describe_gaps(gaps, kernels, steps),
+            "",
+            *_host_in_gaps(gaps, host, steps),
+        ]
     )
 
 
@@ -55,23 +65,73 @@ def _kernels(events: list[Any], steps: int, microseconds: Any) -> list[str]:
     return lines
 
 
-def _gaps(kernels: list[Any], steps: int) -> list[str]:
-    """Return lines with the idle time between kernels and the longest gaps."""
-    idle, gaps, end, last = 0.0, [], kernels[0].time_range.end, kernels[0].name
+@dataclass(frozen=True)
+class _Gap:
+    """A time in which no kernel ran, in microseconds.
+
+    Attributes:
+        start: Its start.
+        end: Its end.
+        before: Name of the kernel before it.
+        after: Name of the kernel after it.
+    """
+
+    start: float
+    end: float
+    before: str
+    after: str
+
+    @property
+    def length(self) -> float:
+        """Microseconds."""
+        return self.end - self.start
+
+
+def _gaps(kernels: list[Any]) -> list[_Gap]:
+    """Return the gaps between kernels that are sorted by their start."""
+    gaps, end, last = [], kernels[0].time_range.end, kernels[0].name
     for kernel in kernels[1:]:
-        gap = kernel.time_range.start - end
-        if gap > 0:
-            idle += gap
-            gaps.append((gap, last, kernel.name))
+        if kernel.time_range.start > end:
+            gaps.append(_Gap(end, kernel.time_range.start, last, kernel.name))
         if kernel.time_range.end > end:
             end, last = kernel.time_range.end, kernel.name
-    span = end - kernels[0].time_range.start
-    long = [gap for gap in gaps if gap[0] >= LONG_GAP]
+    return gaps
+
+
+def _describe_gaps(gaps: list[_Gap], kernels: list[Any], steps: int) -> list[str]:
+    """Return lines with the idle time between kernels and the longest gaps."""
+    idle = sum(gap.length for gap in gaps)
+    span = max(kernel.time_range.end for kernel in kernels) - kernels[0].time_range.start
+    long = [gap for gap in gaps if gap.length >= LONG_GAP]
     lines = [
         f"the device was idle {100 * idle / span:.2f} % of {span / 1000:.1f} ms ({idle / steps / 1000:.2f} ms a step); "
         f"{len(long) / steps:.1f} gaps a step of {LONG_GAP:.0f} microseconds or more took "
-        f"{sum(gap[0] for gap in long) / steps / 1000:.2f} ms"
+        f"{sum(gap.length for gap in long) / steps / 1000:.2f} ms"
     ]
-    for gap, before, after in sorted(gaps, reverse=True)[:MOST_GAPS]:
-        lines.append(f"  {gap / 1000:7.3f} ms between {before[:50]} and {after[:50]}")
+    for gap in sorted(gaps, key=lambda gap: -gap.length)[:MOST_GAPS]:
+        lines.append(f"  {gap.length / 1000:7.3f} ms between {gap.before[:50]} and {gap.after[:50]}")
     return lines
+
+
+def _host_in_gaps(gaps: list[_Gap], host: list[Any], steps: int) -> list[str]:
+    """Return lines with what the host did while the device was idle: time in operators without those they called."""
+    spent: Counter[str] = Counter()
+    starts = [gap.start for gap in gaps]
+    for event in host:
+        inside = _inside(event, gaps, starts)
+        if inside:
+            spent[event.name] += inside - sum(_inside(child, gaps, starts) for child in event.cpu_children)
+    lines = ["the host while the device was idle, ms a step (all threads; Python has no line):"]
+    for name, time in spent.most_common(MOST_GAPS):
+        lines.append(f"  {time / steps / 1000:7.3f}  {name[:WIDEST]}")
+    return lines
+
+
+def _inside(event: Any, gaps: list[_Gap], starts: list[float]) -> float:
+    """Return the microseconds of an event that are inside of gaps."""
+    start, end, total = event.time_range.start, event.time_range.end, 0.0
+    for gap in gaps[max(0, bisect_right(starts, start) - 1) :]:
+        if gap.start >= end:
+            break
+        total += max(0.0, min(end, gap.end) - max(start, gap.start))
+    return total

@@ -21,7 +21,7 @@ FOREACH = declare(
     "foreach-gradients",
     library="torch",
     versions=">=2.11,<2.14",
-    purpose="Scales and divides gradients, and computes their norms, with one kernel for many tensors",
+    purpose="Scales and divides gradients, and computes norms of them and of moments, with one kernel for many tensors",
     without="Each gradient is then processed separately, which is slower.",
     alternative="`torch.nn.utils.get_total_norm`; its norm of 16-bit gradients is 16-bit.",
     apis=("torch:_foreach_norm", "torch:_foreach_mul_", "torch:_foreach_div_"),
@@ -42,11 +42,21 @@ def get_total_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), device=device)
     # In float32 for all dtypes: a norm in bfloat16 would have three digits.
+    return torch.linalg.vector_norm(norms_of(gradients, 2.0, torch.float32))
+
+
+@torch.no_grad()
+def norms_of(tensors: list[Tensor], order: float, dtype: torch.dtype) -> Tensor:
+    """Return the norm of each of some tensors, `[len(tensors)]`, on their device.
+
+    Args:
+        tensors: At least one tensor. All are on one device and have elements.
+        order: 2, or infinity for the largest magnitude.
+        dtype: Dtype of the result; no narrower than that of a tensor.
+    """
     if FOREACH.is_usable():
-        norms = list(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
-    else:
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))
+        return torch.stack(list(torch._foreach_norm(tensors, order, dtype=dtype)))
+    return torch.stack([torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors])
 
 
 @torch.no_grad()

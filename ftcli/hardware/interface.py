@@ -137,7 +137,8 @@ class Hardware:
         """
         self.accelerator.sync_gradients = is_last
         is_silent = not (is_last or self.backend.sync_every_micro_batch)
-        return self.backend.no_sync(self.accelerator, model) if is_silent else nullcontext()
+        no_sync = self.backend.no_sync
+        return no_sync(self.accelerator, model) if is_silent else precision.casting_again(self.ranks.world)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch. The last one of a window sums them over the ranks, a collective.

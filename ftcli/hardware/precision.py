@@ -14,7 +14,7 @@ Frozen weights keep the dtype they are loaded in. The precision settings of Acce
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,6 +83,20 @@ def cast_once(device_type: str) -> Iterator[None]:
     """
     with torch.autocast(device_type, enabled=False):
         yield
+
+
+def casting_again(ranks: int) -> AbstractContextManager[None]:
+    """Return a context for a micro-batch whose gradients are summed over ranks; its forward pass casts weights again.
+
+    Autograd runs newer operations first. The gradients of casts that an earlier micro-batch made would therefore
+    arrive after those of all layers, and nothing could be sent while the backward pass computes.
+
+    Args:
+        ranks: Number of processes. With one process the casts of earlier micro-batches are used.
+    """
+    if ranks > 1:
+        torch.clear_autocast_cache()
+    return nullcontext()
 
 
 class LossScale:

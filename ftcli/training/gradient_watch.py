@@ -11,11 +11,14 @@ ZeRO, which steps tensors without a gradient too, a decayed tensor therefore see
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ftcli.hardware.gradient_clipping import norms_of
 from ftcli.hardware.optimizer_state import MOMENTS, MOMENTUM
 from ftcli.models.architectures import EXPERT_MODULES
 from ftcli.runtime.errors import RunError
@@ -33,6 +36,7 @@ Norms = dict[tuple[str, int], float]  # (tensor, start of its shard) -> 2-norm o
 CHECKED_AFTER_STEPS = 20  # of a launch; a shorter launch is checked after its last step
 ROUNDING = 5e-6  # relative error of a float32 moment that decayed for `CHECKED_AFTER_STEPS` steps
 MAX_TENSORS_NAMED = 8
+ELEMENTS_AT_ONCE = 2**26  # of moments whose norms are computed together
 NEW_ROWS = "trainable_tokens_delta"  # peft's name of the rows of new tokens
 
 
@@ -161,13 +165,33 @@ def _is_rare(model: nn.Module, name: str) -> bool:
 @torch.no_grad()
 def first_moments(run: Run) -> Norms:
     """Return the 2-norm of each shard's first moment on this process; waits for the device."""
-    keys, norms = [], []
+    norms = _norms_of_moments(run, (MOMENTS[0], MOMENTUM), 2.0, torch.float64)
+    return {(name, start): norm for name, start, norm in norms}
+
+
+def _norms_of_moments(
+    run: Run, kinds: Collection[str], order: float, dtype: torch.dtype
+) -> Iterator[tuple[str, int, float]]:
+    """Yield a norm of each moment on this process: name and start of its shard, and the norm. Waits for the device.
+
+    Many small tensors share one operation. Moments of 8 bits are unpacked for this, so not all are kept.
+    """
+    places: list[tuple[str, int]] = []
+    tensors: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
+    elements = 0
     for shard in run.hardware.state_shards(run.model, run.optimizer):
-        moment = shard.tensors.get(MOMENTS[0], shard.tensors.get(MOMENTUM))
-        if moment is not None and moment.numel():
-            keys.append((shard.name, shard.start))
-            norms.append(torch.linalg.vector_norm(moment, dtype=torch.float64))
-    return dict(zip(keys, torch.stack(norms).tolist(), strict=True)) if norms else {}
+        found = [tensor for kind in kinds if (tensor := shard.tensors.get(kind)) is not None and tensor.numel()]
+        places += [(shard.name, shard.start)] * len(found)
+        tensors += found
+        elements += sum(tensor.numel() for tensor in found)
+        if elements >= ELEMENTS_AT_ONCE:
+            norms.append(norms_of(tensors, order, dtype))
+            tensors, elements = [], 0
+    if tensors:
+        norms.append(norms_of(tensors, order, dtype))
+    values = torch.cat(norms).tolist() if norms else []
+    yield from ((*place, value) for place, value in zip(places, values, strict=True))
 
 
 def _changed(run: Run, resumed: Resumed) -> set[str]:
@@ -189,11 +213,5 @@ def _changed(run: Run, resumed: Resumed) -> set[str]:
 @torch.no_grad()
 def _with_gradient(run: Run) -> set[str]:
     """Return the names of tensors that have a nonzero moment on this rank."""
-    names, largest = [], []
-    for shard in run.hardware.state_shards(run.model, run.optimizer):  # some are temporary
-        kinds = [kind for kind in (*MOMENTS, MOMENTUM) if kind in shard.tensors]
-        moments = [shard.tensors[kind] for kind in kinds if shard.tensors[kind].numel()]
-        names += [shard.name] * len(moments)
-        largest += [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in moments]
-    values = torch.stack(largest).tolist() if largest else []  # one synchronisation with the device
-    return {name for name, value in zip(names, values, strict=True) if value != 0}
+    largest = _norms_of_moments(run, (*MOMENTS, MOMENTUM), math.inf, torch.float32)
+    return {name for name, _, value in largest if value != 0}

@@ -165,10 +165,10 @@ def _chunked_nll(
             if factor is not None:
                 of_logits = gradient_before_transform(logits, after, _logit_gradient(log_p, target, factor))
             del log_p
-        if factor is None:
-            continue
         del logits
-        gradients.add(of_logits, chunk, weight)
+        if factor is not None:
+            gradients.add(of_logits, chunk, weight)
+        del of_logits  # before the logits of the next chunk are computed
     return torch.cat(nll), gradients.all()
 
 

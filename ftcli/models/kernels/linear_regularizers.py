@@ -133,12 +133,12 @@ def _in_chunks(
         shaped = logits if after is None else after(logits)
         factor = None if factors is None else factors[start : start + rows]
         values.append(losses(shaped, target, factor))
-        if factor is None:
-            continue
-        of_logits = shaped
-        if after is not None:
-            of_logits = gradient_before_transform(logits, after, (shaped, shaped.new_ones(())))
-        gradients.add(of_logits, chunk, weight)
+        if factor is not None and after is not None:
+            shaped = gradient_before_transform(logits, after, (shaped, shaped.new_ones(())))
+        del logits
+        if factor is not None:
+            gradients.add(shaped, chunk, weight)
+        del shaped  # before the logits of the next chunk are computed
     return torch.cat(values), gradients.all()
 
 

@@ -48,6 +48,26 @@ def test_fsdp_leaves_the_last_block_gathered_and_frees_gradients_between_micro_b
         assert rank["ahead"] == [1, 0]
 
 
+def order_of_gradients(folder: Path) -> list[str]:
+    """Return what happens in the backward passes of a step: a gradient arrives, or the first block is done."""
+    from ftcli.loop import steps
+    from ftcli.training.setup import prepare
+
+    run: Any = prepare(cell(folder, "sft-untied", precision="bf16", train={"max_steps": 2}), cpu=True)
+    assert run.plan.accumulation == 2
+    layers = run.hardware.unwrap(run.model).model.layers
+    seen: list[str] = []
+    layers[0].mlp.register_full_backward_hook(lambda *_: seen.append("first block"))
+    layers[-1].mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda _: seen.append("last gradient"))
+    next(steps(run))
+    return seen
+
+
+def test_ddp_receives_the_gradients_of_the_last_block_before_the_first_block_is_done(inputs: Path) -> None:
+    for rank in run_on_cpu(order_of_gradients, inputs, profile="ddp"):
+        assert rank == ["last gradient", "first block"] * 2
+
+
 def settings(folder: Path) -> dict[str, Any]:
     from ftcli.training.setup import prepare
 

@@ -14,7 +14,7 @@ from ftcli.models.kernels import linear_cross_entropy as room
 from ftcli.models.kernels.linear_cross_entropy import linear_nll
 
 from ....support.heads import H, N, V, head_inputs
-from ....support.watching import Watch
+from ....support.watching import Alive, Watch
 
 AFTER: dict[str, Callable[[Tensor], Tensor] | None] = {
     "plain": None,
@@ -94,6 +94,15 @@ def test_linear_nll_makes_no_tensor_of_all_logits(weighed: bool, shape: str) -> 
     with Watch() as whole:
         F.cross_entropy(hidden @ weight.T, torch.zeros(rows, dtype=torch.long)).backward()
     assert max(whole.sizes) == rows * vocabulary
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("shape", AFTER)
+def test_linear_nll_frees_the_logits_of_a_chunk_before_the_next_chunk(trained: bool, shape: str) -> None:
+    hidden, weight = torch.randn(20, H, requires_grad=trained), torch.randn(V, H)
+    with Alive((5, V)) as alive:
+        linear_nll(hidden, weight, None, torch.zeros(20, dtype=torch.long), AFTER[shape])
+    assert alive.before_products == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

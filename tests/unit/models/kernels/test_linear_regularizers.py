@@ -15,7 +15,7 @@ from ftcli.models.kernels import linear_cross_entropy
 from ftcli.models.kernels.linear_regularizers import linear_regularized, regularized_rows
 
 from ....support.heads import H, N, V, head_inputs
-from ....support.watching import Watch
+from ....support.watching import Alive, Watch
 
 AFTER: dict[str, Callable[[Tensor], Tensor] | None] = {
     "plain": None,
@@ -85,6 +85,14 @@ def test_linear_regularized_makes_no_tensor_of_all_logits(monkeypatch: pytest.Mo
     with Watch() as watch:
         linear_regularized(hidden, weight, None, torch.zeros(rows, dtype=torch.long)).sum().backward()
     assert max(watch.sizes) == 50 * vocabulary
+
+
+@pytest.mark.parametrize("shape", AFTER)
+def test_linear_regularized_frees_the_logits_of_a_chunk_before_the_next_chunk(shape: str) -> None:
+    hidden, weight = torch.randn(20, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    with Alive((5, V)) as alive:
+        linear_regularized(hidden, weight, None, torch.zeros(20, dtype=torch.long), AFTER[shape]).sum().backward()
+    assert alive.before_products == [0] * 8
 
 
 def test_linear_regularized_without_rows_gives_zero_gradients() -> None:

@@ -177,3 +177,21 @@ def test_leave_adapter_inputs_without_autocast_leaves_the_cast_of_peft() -> None
     leave_adapter_inputs(model, small_recipe)
     layers = [module for module in model.modules() if hasattr(module, "cast_input_dtype_enabled")]
     assert layers and all(layer.cast_input_dtype_enabled for layer in layers)
+
+
+@pytest.mark.parametrize(("ranks", "newest_first"), [(1, False), (2, True)])
+def test_norm_casts_are_made_again_where_gradients_are_summed_during_the_backward_pass(
+    ranks: int, newest_first: bool
+) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+    seen: list[str] = []
+    layers[0].register_full_backward_hook(lambda *_: seen.append("first layer done"))
+    layers[2].weight.register_post_accumulate_grad_hook(lambda _: seen.append("gradient of the last layer"))
+    with precision.cast_once("cpu"):
+        for is_last in (False, True):
+            seen.clear()
+            with precision.casting_again(ranks) if is_last else contextlib.nullcontext():
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = layers(torch.ones(2, 4, requires_grad=True)).sum()
+                loss.backward()
+    assert seen == sorted(seen, reverse=newest_first)

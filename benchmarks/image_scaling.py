@@ -5,7 +5,8 @@
 Each line is a run of `ftcli train` on a shipped recipe with random weights and random images of 500 x 375 pixels, in
 FOLDER. `jpg` images are decoded by the loader processes. `bmp` images need no decoding, so the difference is the cost
 of decoding; both are cropped and changed as the recipe says. All runs of a model train the same number of images per
-step. Figures are medians of the log lines after the first ones. To try it without GPUs: `--models tiny --cpu`.
+step. Figures are means over the steps after the first ones, and the median speed of the log lines. To try it without
+GPUs: `--models tiny --cpu`.
 """
 
 from __future__ import annotations
@@ -91,12 +92,15 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
         raise RuntimeError(f"{' '.join(line)}\n{done.stderr[-4000:]}")
     logged = [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
     steady = [row for row in logged if "rows_per_second" in row and row["step"] > parsed.warm][:-1]
+    # Lines have equally many images, so their times are proportional to this.
+    times = [1 / row["rows_per_second"] for row in steady]
     return {
         "model": model,
         "images": images.name,
         "processes": processes,
-        "images a second": statistics.median(row["rows_per_second"] for row in steady),
-        "data wait": statistics.median(row["data_wait_share"] for row in steady),
+        "images a second": statistics.harmonic_mean(row["rows_per_second"] for row in steady),
+        "median": statistics.median(row["rows_per_second"] for row in steady),
+        "data wait": statistics.fmean((row["data_wait_share"] for row in steady), weights=times),
         "first loss": logged[0]["loss"],
         "last loss": [row["loss"] for row in logged if "loss" in row][-1],
     }

@@ -188,5 +188,6 @@ def normalised_pixels(images: list[Image], processor: Any) -> Tensor:
         # One number stands for all channels.
         mean, deviation = (torch.tensor(values).expand(3) for values in (processor.image_mean, processor.image_std))
         scale, shift = scale / deviation, -mean / deviation
-    values = torch.from_numpy(numpy.stack([numpy.asarray(image) for image in images])).permute(0, 3, 1, 2)
-    return torch.addcmul(shift.view(3, 1, 1), values.float(), scale.view(3, 1, 1)).contiguous()
+    stacked = torch.from_numpy(numpy.stack([numpy.asarray(image) for image in images]))
+    values = stacked.permute(0, 3, 1, 2).contiguous()  # while they have 8 bits
+    return torch.addcmul(shift.view(3, 1, 1), values.float(), scale.view(3, 1, 1))

@@ -14,7 +14,7 @@ Frozen weights keep the dtype they are loaded in. The precision settings of Acce
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,7 +85,8 @@ def cast_once(device_type: str) -> Iterator[None]:
         yield
 
 
-def casting_again(ranks: int) -> AbstractContextManager[None]:
+@contextmanager
+def casting_again(ranks: int) -> Iterator[None]:
     """Return a context for a micro-batch whose gradients are summed over ranks; its forward pass casts weights again.
 
     Autograd runs newer operations first. The gradients of casts that an earlier micro-batch made would therefore
@@ -96,7 +97,7 @@ def casting_again(ranks: int) -> AbstractContextManager[None]:
     """
     if ranks > 1:
         torch.clear_autocast_cache()
-    return nullcontext()
+    yield
 
 
 class LossScale:

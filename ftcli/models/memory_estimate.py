@@ -120,7 +120,8 @@ def estimate_memory(
             uses["logits"] += shape.vocabulary * shape.hidden * 4  # the head's gradient in float32
     if shares.weights == 1 and not shares.zero_stage and recipe.adapter.type == "none":
         # At the end of a backward pass. The gradient of the embeddings comes last, and that of a tied head waits for
-        # it. Gradients of casts that an earlier forward pass made come after those of all layers.
+        # it. Gradients of casts that an earlier forward pass made come after those of all layers. Under ddp the last
+        # pass makes its own, which is not counted here.
         matrices = 0 if compiled else shape.layers * shape.layer_weights
         tables = 1 + (shape.ties_head and uses_vocabulary_logits(recipe)) - fresh_gradients
         arriving = tables * weight_bytes * shape.table + 2 * matrices * has_casts * (not fresh_gradients)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Part of the memory in the output -> names of it in the estimate. A part of the output may have several.
 PARTS = {
     "weights": ("weights",),
-    "gradients": ("gradients",),
+    "gradients": ("gradients", "arriving gradients"),
     "optimizer": ("optimizer",),
     "activations": ("activations",),
     "logits": ("logits",),

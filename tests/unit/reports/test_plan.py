@@ -90,6 +90,15 @@ def test_plan_memory_of_each_part_equals_a_hand_count(recipe: Path) -> None:
     assert one.parts["gradients"] == 4 * WEIGHTS and one.gpus == 1, "four micro-batches are added up"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16_pure"])
+def test_plan_parts_of_the_memory_add_up_to_all_of_it(recipe: Path, precision: str) -> None:
+    small = [f"precision={precision}", "data.max_length=64", "batch.micro_size=1"]
+    for one in planned(recipe, "ddp", "fsdp", "zero2", "zero3", "single", overrides=small).forecasts:
+        assert one.memory is not None and sum(one.parts.values()) == one.memory.total, one.profile
+    # In bf16_pure the head's gradient, which the logits count, is as large as those of both tables.
+    assert one.memory is not None and (one.memory.bytes_by_use["arriving gradients"] > 0) == (precision != "bf16_pure")
+
+
 def test_plan_speed_hours_and_cost_follow_from_the_step_time(recipe: Path) -> None:
     report = planned(recipe, "ddp", "single", price=2.5)
     ddp, single = report.forecasts

@@ -16,6 +16,7 @@ from ftcli.hardware.optimizer_state import OptimizerSlot, count_updates, create_
 from ftcli.loop import steps
 from ftcli.runtime.errors import RunError
 from ftcli.testing import save_tiny_resnet
+from ftcli.training import gradient_watch
 from ftcli.training.disk_space import bytes_per_element
 from ftcli.training.optim.build import build_optimizer
 from ftcli.training.optim.sgd import CountingSGD
@@ -137,3 +138,12 @@ def test_check_gradients_of_sgd_names_a_tensor_without_gradient(tmp_path: Path) 
                 list(steps(run))
         else:
             assert len(list(steps(run))) == 4
+
+
+def test_first_moments_in_groups_are_those_of_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_inputs(tmp_path)
+    run = prepare(cell(tmp_path, "text"), cpu=True)
+    next(steps(run))
+    together = gradient_watch.first_moments(run)
+    monkeypatch.setattr(gradient_watch, "ELEMENTS_AT_ONCE", 1)
+    assert gradient_watch.first_moments(run) == together and len(together) > 5 and all(together.values())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ftcli.hardware import precision
+from ftcli.hardware import precision, weight_transfer
 from ftcli.hardware.gradient_clipping import clip_grads_with_norm, get_total_norm, unscale_gradients
 from ftcli.hardware.optimizer_state import OptimizerSlot, StateShard, open_state, trained_parameters
 
@@ -69,7 +69,7 @@ class Backend:
         Returns:
             The model on the device of this process.
         """
-        return model.to(accelerator.device)
+        return weight_transfer.move(model, accelerator.device)
 
     def may_compile(self, model: nn.Module) -> bool:
         """Return whether layers of an unprepared model may be compiled; hooks inside layers prevent this."""

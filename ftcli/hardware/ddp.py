@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ftcli.hardware import weight_broadcast
+from ftcli.hardware import weight_broadcast, weight_transfer
 from ftcli.hardware.backend import Backend
 from ftcli.runtime.patches import declare
 
@@ -89,7 +89,7 @@ class Replicas(DDP):
     def before_prepare(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
         """Return the model on the device, or as it is if one rank has read the weights for all."""
         is_empty = any(parameter.is_meta for parameter in model.parameters())
-        return model if is_empty else model.to(accelerator.device)
+        return model if is_empty else weight_transfer.move(model, accelerator.device)
 
     @contextmanager
     def broadcast_weights(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:

@@ -197,6 +197,7 @@ def _launch_workers(
     from ftcli.config.plan import derive_plan, derive_shards
     from ftcli.data.revisions import commit_environment, resolve
     from ftcli.launch.preflight import check_inputs
+    from ftcli.models.read_ahead import read_ahead
 
     world = count_world(profile, num_processes, machines, launch_arguments, cpu=options.cpu)
     derive_plan(config, world)
@@ -206,6 +207,8 @@ def _launch_workers(
         log_line(f"--cpu without --num-processes: {world} processes on this machine's CPU")
     if machines.rank == 0:
         folder.claim(resuming=options.resuming)
+    resolved = resolve(config, None if options.start is None else read_state(options.start))
+    read_ahead(resolved.recipe)
     with recipe_for_workers(recipe, overrides, config, folder, machines) as recipe_arguments:
         launch(
             ["train", *recipe_arguments, *options.arguments],
@@ -215,9 +218,7 @@ def _launch_workers(
             cpu=options.cpu,
             folder=folder,
             launch_arguments=launch_arguments,
-            rank_environment=commit_environment(
-                resolve(config, None if options.start is None else read_state(options.start))
-            ),
+            rank_environment=commit_environment(resolved),
         )
 
 

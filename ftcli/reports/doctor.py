@@ -6,6 +6,7 @@ machines, and collective_check.py exercises the collectives.
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,7 +22,14 @@ from ftcli.runtime.machine.comparison import describe_machine
 from ftcli.runtime.machine.facts import STATES, Fact, look, ok, wrong
 from ftcli.runtime.machine.network import network_facts
 from ftcli.runtime.machine.nvml import Devices, read_devices
-from ftcli.runtime.machine.software import TorchBuild, driver_facts, software_facts, torch_build
+from ftcli.runtime.machine.software import (
+    TorchBuild,
+    bytecode_facts,
+    driver_facts,
+    software_facts,
+    torch_build,
+    torch_module,
+)
 from ftcli.runtime.machine.storage import has_rdma, storage_facts
 from ftcli.runtime.machine.variables import variable_facts
 from ftcli.runtime.threads import users_environment
@@ -145,7 +153,8 @@ def doctor(
         started, probe = time.monotonic(), start_probe()
         stack.callback(probe.kill)
         build, devices = torch_build(), read_devices()
-        facts = [*software_facts(build), *driver_facts(build, devices.driver, devices.cuda), *devices.facts]
+        stored = bytecode_facts(torch_module(), sys.pycache_prefix, may_write=not sys.dont_write_bytecode)
+        facts = [*software_facts(build), *stored, *driver_facts(build, devices.driver, devices.cuda), *devices.facts]
         later = [*storage_facts(Path("runs")), *network_facts(machines.count)]
         later += variable_facts(users_environment(), count_cores(), len(devices.names))
         later += _profile_facts(hardware, gpus, world) + [wrong("processes", one.what, one.hint) for one in problem]

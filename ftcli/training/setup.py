@@ -22,10 +22,11 @@ from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
 from ftcli.models.helper_models import check_helpers, helper_digests
 from ftcli.models.positions import check_lengths
+from ftcli.models.read_ahead import read_ahead
 from ftcli.models.token_ids import check_token_ids
 from ftcli.models.trained_on import check_trained_on, differences, identity_of
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.process import has_ftcli_parent, has_rank
+from ftcli.runtime.process import has_ftcli_parent, has_rank, local_rank
 from ftcli.runtime.process_settings import owns_settings
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.runtime.seeds import seed_of
@@ -224,13 +225,18 @@ def _read_start(
     anyway: bool,
     weights: Path | None,
 ) -> _Start:
-    """Read the recipe and the state of a checkpoint, and check that both have the same base model."""
+    """Read the recipe and the state of a checkpoint, and check that both have the same base model.
+
+    Weight files are read ahead from here on, because the import of libraries and the preparation of rows take seconds.
+    """
     _check_object(recipe, is_stored=resume is not None or weights is not None)
     requested = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     requested = shorten_for_dry_run(requested) if dry_run else requested
     checkpoint = None if resume is None else Path(resume)
     state = None if checkpoint is None else read_state(checkpoint)
     resolved = resolve(requested, state)
+    if local_rank() == 0 and not has_ftcli_parent():  # a parent has begun before it started this process
+        read_ahead(resolved.recipe)
     base, model = identity_of(resolved.recipe), resolved.recipe.model
     helpers = helper_digests(resolved.recipe)
     if state is not None and not anyway:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import platform
 import sys
 from dataclasses import dataclass
@@ -33,10 +34,16 @@ class TorchBuild:
     hip: str | None = None
 
 
+def torch_module() -> Path | None:
+    """Return the file `__init__.py` of the installed torch; None without torch."""
+    spec = importlib.util.find_spec("torch")
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
 def torch_build() -> TorchBuild:
     """Return the build of the installed torch, from its file version.py."""
-    spec = importlib.util.find_spec("torch")
-    file = None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
+    module = torch_module()
+    file = None if module is None else module.with_name("version.py")
     version = package_versions().get("torch")
     if file is None or not file.is_file():
         return TorchBuild(version)
@@ -73,6 +80,26 @@ def software_facts(build: TorchBuild) -> list[Fact]:
         else:
             facts.append(ok(name, f"{version}{kind}"))
     return facts
+
+
+def bytecode_facts(package: Path | None, prefix: str | None, *, may_write: bool) -> list[Fact]:
+    """Return a fact if Python compiles the modules of a package again in each process, because it cannot store them.
+
+    Args:
+        package: The file `__init__.py` of the package; None if it is not installed.
+        prefix: `sys.pycache_prefix`, the folder of all bytecode; None for folders beside the modules.
+        may_write: Whether Python stores bytecode; PYTHONDONTWRITEBYTECODE forbids it.
+    """
+    if package is None or Path(importlib.util.cache_from_source(package)).is_file():
+        return []
+    if not may_write:
+        reason, remedy = "PYTHONDONTWRITEBYTECODE is set", "unset PYTHONDONTWRITEBYTECODE"
+    elif prefix is None and not os.access(package.parent, os.W_OK):
+        reason, remedy = f"{package.parent} is read-only", "set PYTHONPYCACHEPREFIX to a folder that keeps it"
+    else:
+        return []  # the next import stores it
+    text = f"{reason} and {package.parent.name} has no bytecode, so each process compiles its modules when it starts"
+    return [look("bytecode", text, f"{remedy}, or install packages with their bytecode (uv: --compile-bytecode)")]
 
 
 def _kind(build: TorchBuild) -> str:

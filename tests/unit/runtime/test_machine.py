@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +16,7 @@ from ftcli.runtime.machine.facts import Fact
 from ftcli.runtime.machine.nccl_log import read_transports, transport_facts
 from ftcli.runtime.machine.network import chosen_interfaces, gloo_interface_fact, infiniband_facts, nccl_interface_fact
 from ftcli.runtime.machine.nvml import read_devices
-from ftcli.runtime.machine.software import TorchBuild, driver_facts, software_facts, torch_build
+from ftcli.runtime.machine.software import TorchBuild, bytecode_facts, driver_facts, software_facts, torch_build
 from ftcli.runtime.machine.storage import (
     file_system,
     folder_fact,
@@ -215,6 +217,23 @@ def test_software_facts_of_a_version_out_of_bounds_is_wrong(tmp_path: Path, monk
     facts = {fact.topic: fact for fact in software_facts(torch_build())}
     environment._version.cache_clear()
     assert facts["accelerate"].state == "wrong" and facts["accelerate"].remedy.startswith("pip install 'accelerate")
+
+
+def test_bytecode_facts_tell_why_each_process_compiles_a_package_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    package = tmp_path / "package" / "__init__.py"
+    write(package, "")
+    assert bytecode_facts(None, None, may_write=False) == bytecode_facts(package, None, may_write=True) == []
+    (fact,) = bytecode_facts(package, None, may_write=False)
+    assert fact.state == "look" and fact.text.startswith("PYTHONDONTWRITEBYTECODE is set and package has no bytecode")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != package.parent)
+    (fact,) = bytecode_facts(package, None, may_write=True)
+    assert fact.state == "look" and fact.text.startswith(f"{package.parent} is read-only")
+    assert bytecode_facts(package, str(tmp_path), may_write=True) == []
+    write(Path(importlib.util.cache_from_source(package)), "")
+    assert bytecode_facts(package, None, may_write=False) == [], "pip has stored it"
 
 
 @pytest.mark.parametrize(

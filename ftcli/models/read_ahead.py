@@ -1,0 +1,80 @@
+"""Read the weight files of a model into the page cache of this machine, while the run still imports its libraries.
+
+The run later maps these files. Without the cache, its first access to each page would wait for the disk. The module
+never imports torch, so that the process that starts the ranks can use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from threading import Lock, Thread
+from typing import TYPE_CHECKING
+
+from ftcli.models.files import weight_files
+from ftcli.models.frozen_weights import model_files_folder
+from ftcli.runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
+
+
+THREADS = 4  # a disk of a server reads several requests at once
+BLOCK_BYTES = 4 << 20
+LEAST_BYTES = 256 << 20  # of all files; smaller models are read within a fraction of a second
+_begun: set[Path] = set()  # folders; trial runs that look for the largest micro-batch read the same one again
+
+
+def read_ahead(recipe: Recipe, *, least: int = LEAST_BYTES) -> list[Thread]:
+    """Start to read the weight files of a recipe's model in the background, in the order in which they are loaded.
+
+    Nothing is read for a model that is not on this machine, is small, or is larger than the free memory, from which its
+    first pages would be removed again. A process reads a folder once. A file that cannot be read is left to the run,
+    which reports it.
+
+    Args:
+        recipe: The recipe, with resolved commits.
+        least: Number of bytes of all files from which on they are read.
+
+    Returns:
+        The threads, which end with the process.
+    """
+    import psutil
+
+    try:
+        folder = model_files_folder(recipe)
+        files = [] if folder is None or folder in _begun else weight_files(folder)
+        total = sum(path.stat().st_size for path in files)
+    except (InputError, OSError):
+        return []
+    if folder is None or not files or not least <= total <= psutil.virtual_memory().available:
+        return []
+    _begun.add(folder)
+    blocks, lock = chain.from_iterable(map(_blocks, files)), Lock()
+    threads = [Thread(target=_read, args=(blocks, lock), name="read-ahead", daemon=True) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _blocks(path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the file and the position of each block."""
+    yield from ((path, start) for start in range(0, path.stat().st_size, BLOCK_BYTES))
+
+
+def _read(blocks: Iterator[tuple[Path, int]], lock: Lock) -> None:
+    """Read blocks until none is left. Python's lock is free meanwhile."""
+    buffer = bytearray(BLOCK_BYTES)
+    try:
+        while True:
+            with lock:
+                block = next(blocks, None)
+            if block is None:
+                return
+            path, start = block
+            with path.open("rb", buffering=0) as file:
+                file.seek(start)
+                file.readinto(buffer)
+    except OSError:  # loading the model reports it
+        return

@@ -1,0 +1,77 @@
+"""Weight files that are read ahead: all bytes of all shards, only if they fit into memory, and once in a process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ftcli.config.recipe import Recipe
+from ftcli.models import read_ahead as module
+from ftcli.models.read_ahead import read_ahead
+
+from ...support.recipes import minimal_values
+
+SIZES = {"model-1.safetensors": 5000, "model-2.safetensors": 1, "model-3.safetensors": 4096}
+
+
+def model_of(folder: Path) -> Recipe:
+    folder.mkdir()
+    for name, size in SIZES.items():
+        (folder / name).write_bytes(os.urandom(size))
+    (folder / "rows.txt").write_bytes(bytes(9000))
+    (folder / "config.json").write_text("{}")
+    index = {"weight_map": {f"weight {number}": name for number, name in enumerate(SIZES)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return Recipe.model_validate(minimal_values(model={"name": str(folder)}, data={"train": "rows.jsonl"}))
+
+
+def wait(recipe: Recipe, least: int = 0) -> int:
+    """Read ahead to the end, and return the number of threads."""
+    threads = read_ahead(recipe, least=least)
+    for thread in threads:
+        thread.join()
+    return len(threads)
+
+
+def bytes_read() -> int:
+    """Return the number of bytes that this process has read, from the page cache too."""
+    return int(psutil.Process().io_counters().read_chars)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes by Linux's counter")
+def test_read_ahead_reads_all_weight_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(module, "THREADS", 2)
+    small, total = model_of(tmp_path / "small"), sum(SIZES.values())
+    blocks = [block for name in SIZES for block in module._blocks(tmp_path / "small" / name)]
+    assert len(blocks) == 5 + 1 + 5
+    before = bytes_read()
+    index = bytes_read() - before  # what the counter itself reads
+    before = bytes_read()
+    assert wait(small) == 2
+    read = bytes_read() - before - index
+    assert total <= read < total + 4000, "the index too, but no other file"
+    assert wait(small) == 0, "a trial run of the same process"
+
+
+def test_read_ahead_leaves_out_models_that_are_small_or_larger_than_the_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = model_of(tmp_path / "model")
+    assert wait(recipe, least=sum(SIZES.values()) + 1) == 0
+    huge = tmp_path / "model" / "model-2.safetensors"
+    with huge.open("r+b") as file:
+        file.truncate(psutil.virtual_memory().total + 1)  # a file with a hole, which takes no space
+    assert wait(recipe) == 0
+    huge.unlink()
+    assert wait(recipe) == 0, "the checks of the run report a missing shard"
+
+
+@pytest.mark.parametrize("name", ["someone/model", "./missing"])
+def test_read_ahead_of_a_model_that_is_not_on_this_machine_reads_nothing(name: str) -> None:
+    values = minimal_values(model={"name": name}, data={"train": "rows.jsonl"})
+    assert wait(Recipe.model_validate(values)) == 0, "other checks report the missing folder"

@@ -14,6 +14,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+unset PYTHONDONTWRITEBYTECODE # else each of a hundred processes compiles torch and transformers again
 work=$1 results=$2 budget=${3:-540}
 shift $(($# < 3 ? $# : 3))
 groups=("$@")

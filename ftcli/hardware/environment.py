@@ -27,6 +27,9 @@ def quiet_libraries() -> None:
     import datasets
     import transformers
 
+    from ftcli.models.import_structure import import_models
+
+    import_models()
     if not has_accelerator():
         use_cpu_in_deepspeed()
     for module in ("torch.distributed", "transformers", "accelerate", "deepspeed", "peft"):

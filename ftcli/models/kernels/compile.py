@@ -12,6 +12,7 @@ import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ftcli.models.kernels.compiling_processes import start_compiling_processes
 from ftcli.models.structure import LAYERS, base_model_of, layers_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
@@ -76,6 +77,7 @@ COMPILING = declare(
     newer_apis=(
         "torch._dynamo.config:nested_graph_breaks",
         "torch._inductor.config:triton.mix_order_reduction_non_strict_mode",
+        "torch._inductor.async_compile:maybe_warm_pool",
     ),
     measurement="../explanation/kernels.md",
 )
@@ -156,8 +158,7 @@ def compile_layers(model: nn.Module, recipe: Recipe, recomputed: str = "none") -
     check_compile(recipe)
     if (problem := compile_problem()) is not None:
         return [f"torch_compile: none, {problem}"]
-    layers = layers_of(model)
-    if not layers:
+    if not (layers := layers_of(model)):
         message = f"model.torch_compile: the layers of {type(base_model_of(model)).__name__} are unknown"
         raise InputError(message, hint="set model.torch_compile to false")
     _exclude_attention()
@@ -170,6 +171,7 @@ def compile_layers(model: nn.Module, recipe: Recipe, recomputed: str = "none") -
         # Only above a layer that trains something: below it the backward pass has nothing to do.
         trains = any(parameter.requires_grad for parameter in layer.parameters())
         _compile(layer, gradients_of_input=recipe.adapter.type != "none" and trains)
+    start_compiling_processes()
     return [f"torch_compile: {len(layers)} layers, each in place; the first steps include the compilation"]
 
 

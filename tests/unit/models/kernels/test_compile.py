@@ -72,6 +72,19 @@ def test_names_stay_and_evaluation_is_not_compiled() -> None:
     assert counted.summary() == "torch_compile: 0 graphs, the last in step 0"
 
 
+def test_compile_layers_starts_the_processes_that_compile_kernels_before_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import async_compile
+
+    starts: list[int] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: starts.append(1))
+    compile_layers(tiny("llama"), recipe("x"))
+    assert starts == [], "without compiled layers nothing starts"
+    compile_layers(tiny("llama"), compiled_recipe())
+    assert starts == [1]
+
+
 LENGTHS = ([7, 1, 12], [5, 9, 4, 8], [21, 3], [2, 2, 35])  # of documents in one row, a row after the other
 
 

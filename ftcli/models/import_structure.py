@@ -17,7 +17,7 @@ IMPORT_STRUCTURE = declare(
     "import-structure",
     library="transformers",
     versions=">=5.17,<5.25",
-    purpose="Gives transformers' package of models the list of modules that transformers has made, until it is imported",
+    purpose="Gives transformers' package of models the list of modules that transformers has already made",
     without="transformers then opens its files twice, which takes 0.7 s of processor time in each process.",
     alternative="None: transformers keeps the list under another key than the one that its package of models asks for.",
     apis=(
@@ -40,7 +40,7 @@ def import_models() -> None:
 
     def define(module_path: Any, prefix: str | None = None) -> Any:
         if prefix is None and Path(module_path) == folder / "__init__.py":
-            return without_prefix(plain(folder, prefix=PREFIX))  # type: ignore[arg-type]  # as transformers calls it
+            return without_prefix(plain(folder, prefix=PREFIX))
         return plain(module_path, prefix)
 
     import_utils.define_import_structure = define  # type: ignore[assignment]

@@ -54,6 +54,7 @@ RUNS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 # Optional patches that runs on CPU processes do not use, and the reason.
 ELSEWHERE = {
+    "compiling-processes": "needs Triton, and so a GPU",
     "deepspeed-cpu-extension": "without it DeepSpeed compiles an extension",
     "flash-attention-calls": "needs a GPU",
     "float32-modules": "changes a check, and no run",

@@ -77,7 +77,6 @@ COMPILING = declare(
     newer_apis=(
         "torch._dynamo.config:nested_graph_breaks",
         "torch._inductor.config:triton.mix_order_reduction_non_strict_mode",
-        "torch._inductor.async_compile:maybe_warm_pool",
     ),
     measurement="../explanation/kernels.md",
 )

@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+from ftcli.runtime.patches import declare
+
+COMPILING_PROCESSES = declare(
+    __name__,
+    "compiling-processes",
+    library="torch",
+    versions=">=2.11,<2.14",
+    purpose="Starts the processes that compile Triton kernels before the weights are copied to the device",
+    without="They start with the first graph, and until they are ready kernels are compiled one after the other.",
+    alternative="None: torch.compile starts them itself, when it compiles its first graph.",
+    apis=("torch._inductor.async_compile:maybe_warm_pool",),
+    measurement="../explanation/performance.md",
+)
+
 
 def start_compiling_processes() -> None:
     """Start the processes that compile Triton kernels, if Triton is installed.
@@ -9,7 +23,7 @@ def start_compiling_processes() -> None:
     torch.compile starts them at its first graph. They take seconds to import torch, and until then kernels are compiled
     one after the other in this process. Here they start while the weights are still copied to the device.
     """
-    from torch._inductor import async_compile
+    if COMPILING_PROCESSES.is_usable():
+        from torch._inductor import async_compile
 
-    if hasattr(async_compile, "maybe_warm_pool"):
         async_compile.maybe_warm_pool()

@@ -27,7 +27,7 @@ def quiet_libraries() -> None:
     import datasets
     import transformers
 
-    from ftcli.models.import_structure import import_models
+    from ftcli.hardware.import_structure import import_models
 
     import_models()
     if not has_accelerator():

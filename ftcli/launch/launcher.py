@@ -196,8 +196,8 @@ def _launch_workers(
     from ftcli.checkpoint.folder import read_state
     from ftcli.config.plan import derive_plan, derive_shards
     from ftcli.data.revisions import commit_environment, resolve
+    from ftcli.hardware.read_ahead import read_ahead
     from ftcli.launch.preflight import check_inputs
-    from ftcli.models.read_ahead import read_ahead
 
     world = count_world(profile, num_processes, machines, launch_arguments, cpu=options.cpu)
     derive_plan(config, world)

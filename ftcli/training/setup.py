@@ -20,9 +20,9 @@ from ftcli.config.plan import shorten_for_dry_run
 from ftcli.config.recipe import Recipe
 from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
+from ftcli.hardware.read_ahead import read_ahead
 from ftcli.models.helper_models import check_helpers, helper_digests
 from ftcli.models.positions import check_lengths
-from ftcli.models.read_ahead import read_ahead
 from ftcli.models.token_ids import check_token_ids
 from ftcli.models.trained_on import check_trained_on, differences, identity_of
 from ftcli.runtime.errors import InputError

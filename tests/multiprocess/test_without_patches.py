@@ -59,7 +59,7 @@ ELSEWHERE = {
     "flash-attention-calls": "needs a GPU",
     "float32-modules": "changes a check, and no run",
     "fork-server": "starts test processes",
-    "import-structure": "applies to the first import of a process: unit/models/test_import_structure.py",
+    "import-structure": "applies to the first import of a process: unit/hardware/test_import_structure.py",
     "fused-lengths": "needs a GPU",
     "liger-kernels": "needs a GPU",
     "liger-rotary": "needs a GPU",

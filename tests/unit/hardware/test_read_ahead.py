@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from ftcli.config.recipe import Recipe
-from ftcli.models import read_ahead as module
-from ftcli.models.read_ahead import read_ahead
+from ftcli.hardware import read_ahead as module
+from ftcli.hardware.read_ahead import read_ahead
 
 from ...support.recipes import minimal_values
 
@@ -29,9 +29,14 @@ def model_of(folder: Path) -> Recipe:
     return Recipe.model_validate(minimal_values(model={"name": str(folder)}, data={"train": "rows.jsonl"}))
 
 
-def wait(recipe: Recipe, least: int = 0) -> int:
+@pytest.fixture(autouse=True)
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_BYTES", 0)
+
+
+def wait(recipe: Recipe) -> int:
     """Read ahead to the end, and return the number of threads."""
-    threads = read_ahead(recipe, least=least)
+    threads = read_ahead(recipe)
     for thread in threads:
         thread.join()
     return len(threads)
@@ -62,13 +67,46 @@ def test_read_ahead_leaves_out_models_that_are_small_or_larger_than_the_free_mem
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = model_of(tmp_path / "model")
-    assert wait(recipe, least=sum(SIZES.values()) + 1) == 0
+    with monkeypatch.context() as larger:
+        larger.setattr(module, "LEAST_BYTES", sum(SIZES.values()) + 1)
+        assert wait(recipe) == 0
     huge = tmp_path / "model" / "model-2.safetensors"
     with huge.open("r+b") as file:
         file.truncate(psutil.virtual_memory().total + 1)  # a file with a hole, which takes no space
     assert wait(recipe) == 0
     huge.unlink()
     assert wait(recipe) == 0, "the checks of the run report a missing shard"
+
+
+@pytest.mark.parametrize(("rank", "launch", "reads"), [("0", "", True), ("1", "", False), ("0", "a token", False)])
+def test_the_first_rank_of_a_machine_reads_ahead_unless_its_parent_does(
+    rank: str, launch: str, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ftcli import testing
+    from ftcli.runtime.process import LAUNCHED
+    from ftcli.training import setup
+
+    model = testing.save_tiny_causal(tmp_path / "model")
+    recipe = Recipe.model_validate(minimal_values(model={"name": str(model)}, data={"train": "rows.jsonl"}))
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    if launch:
+        monkeypatch.setenv(LAUNCHED, launch)
+    setup._read_start(recipe, (), None, dry_run=False, anyway=False, weights=None)
+    assert (model in module._begun) == reads
+
+
+def test_the_parent_reads_ahead_before_it_starts_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ftcli import testing
+    from ftcli.launch import launcher
+
+    model = testing.save_tiny_causal(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    values = minimal_values(model={"name": str(model)}, data={"train": str(rows), "max_length": 16})
+    seen: list[bool] = []
+    monkeypatch.setattr(launcher, "launch", lambda *_, **__: seen.append(model in module._begun))
+    launcher.train(Recipe.model_validate(values), "single", cpu=True, output=tmp_path / "run")
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("name", ["someone/model", "./missing"])

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import sys
 from ftcli.hardware.environment import quiet_libraries
-from ftcli.models.import_structure import PREFIX, without_prefix
+from ftcli.hardware.import_structure import PREFIX, without_prefix
 assert "transformers" not in sys.modules
 import os, transformers
 listed, scan = [], os.scandir

@@ -26,7 +26,7 @@ LEAST_BYTES = 256 << 20  # of all files; smaller models are read within a fracti
 _begun: set[Path] = set()  # folders; trial runs that look for the largest micro-batch read the same one again
 
 
-def read_ahead(recipe: Recipe, *, least: int = LEAST_BYTES) -> list[Thread]:
+def read_ahead(recipe: Recipe) -> list[Thread]:
     """Start to read the weight files of a recipe's model in the background, in the order in which they are loaded.
 
     Nothing is read for a model that is not on this machine, is small, or is larger than the free memory, from which its
@@ -35,7 +35,6 @@ def read_ahead(recipe: Recipe, *, least: int = LEAST_BYTES) -> list[Thread]:
 
     Args:
         recipe: The recipe, with resolved commits.
-        least: Number of bytes of all files from which on they are read.
 
     Returns:
         The threads, which end with the process.
@@ -48,7 +47,7 @@ def read_ahead(recipe: Recipe, *, least: int = LEAST_BYTES) -> list[Thread]:
         total = sum(path.stat().st_size for path in files)
     except (InputError, OSError):
         return []
-    if folder is None or not files or not least <= total <= psutil.virtual_memory().available:
+    if folder is None or not files or not LEAST_BYTES <= total <= psutil.virtual_memory().available:
         return []
     _begun.add(folder)
     blocks, lock = chain.from_iterable(map(_blocks, files)), Lock()

@@ -221,14 +221,14 @@ class Task:
         """Return the images of rows as tensors of `image_pixels`, changed at random in training, and their size."""
         import torch
 
-        images = [self._image(row) for row in rows]
+        images = map(self._image, rows)
         training = rows[0]["training"]
         has_size = training and self.augmentation.crop_scale is not None  # the model's size already
         if not self.has_8_bits:
-            pixels = self._processed(images, has_size=has_size)
+            pixels = self._processed(list(images), has_size=has_size)
             batch, size = {"pixel_values": pixels}, pixels.shape[2:]
         else:
-            stacked = stack_images(images) if has_size else self._resized(images)
+            stacked = stack_images(images) if has_size else self._resized(list(images))
             batch, size = {"images": stacked, "normalisation": normalisation_of(self.processor)}, stacked.shape[1:3]
         height, width = size
         if training and self.augmentation.random_erasing:

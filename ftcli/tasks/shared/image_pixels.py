@@ -19,6 +19,7 @@ that are no row of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
     from ftcli.tasks.protocol import Batch
 
 
-def stack_images(images: list[Image]) -> Tensor:
-    """Return RGB images of one size as `[N, height, width, 3]` uint8; in a loader process, in shared memory."""
+def stack_images(images: Iterable[Image]) -> Tensor:
+    """Return RGB images of one size as `[N, height, width, 3]` uint8; in a loader process, in shared memory.
+
+    Args:
+        images: The images. Each is released before the next one is taken, so an iterator needs less memory.
+    """
     import numpy
     import torch
     from torch.utils.data import default_collate

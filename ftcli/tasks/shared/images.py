@@ -161,4 +161,4 @@ def _as_rgb(image: Image) -> Image:
             raise RowError(f"image has pixels from {low:g} to {high:g}: save it with 8 or 16 bits per pixel")
         if image.mode == "F" and 0 < high <= 1:  # type: ignore[operator]  # rounded, all pixels would be black
             raise RowError(f"image has decimal pixels from {low:g} to {high:g}: save it with 8 or 16 bits per pixel")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy an RGB image

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ftcli.data.packing import Bins
     from ftcli.tasks.protocol import Batch, Row, Task
 
-NICENESS = 10  # of loader processes; 19 is the lowest priority
+LOADER_NICENESS = 10  # of loader processes; 19 is the lowest priority
 
 
 class WithTask:
@@ -147,7 +147,7 @@ def start_worker(worker_id: int) -> None:
     """
     ignore_signals_in_workers(worker_id)
     with suppress(AttributeError, OSError):  # Windows has no os.nice, and a sandbox may forbid it
-        os.nice(NICENESS)
+        os.nice(LOADER_NICENESS)
 
 
 def _unpickle(file: str | None, task: bytes) -> Task:

@@ -22,7 +22,7 @@ from ftcli.config.task_registry import find_task
 from ftcli.reports.survey import prepare_data
 from ftcli.runtime.stop import STOP_SIGNALS
 from ftcli.testing import save_tiny_causal
-from ftcli.training.batches.dataloaders import NICENESS, Collate, Rows, start_worker
+from ftcli.training.batches.dataloaders import LOADER_NICENESS, Collate, Rows, start_worker
 from ftcli.training.batches.loaders import build_loaders
 from ftcli.training.prepared_data import PreparedData
 
@@ -75,7 +75,7 @@ def test_loader_process_has_a_lower_priority_than_training(is_stream: bool, tmp_
     rows.write_text("".join(f'{{"text": "alpha {n}"}}\n' for n in range(8)))
     data = {"train": str(rows), "workers": 1, "streaming": is_stream, "max_length": 16}
     sections = {"model": {"name": str(tmp_path / "model")}, "batch": {"global_size": 2}, "train": {"max_steps": 2}}
-    assert niceness(Recipe.model_validate(minimal_values("pretrain", data=data, **sections))) == NICENESS
+    assert niceness(Recipe.model_validate(minimal_values("pretrain", data=data, **sections))) == LOADER_NICENESS
 
 
 def test_start_worker_where_priorities_cannot_be_changed_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:

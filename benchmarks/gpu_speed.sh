@@ -311,8 +311,11 @@ ladder() { # each technique alone, compared with 1b_masters_ftcli and 1b_masters
 short() { # short rows that are not packed: the run that most people start
     local at auto=(--peer ftcli --set batch.micro_size=auto)
     at=(--shape qwen3-0.6b --length 4096 --median 250 --task sft --precision bf16)
-    cell short_06b_loop_8x2 60 "${at[@]}" --micro-size 8 --accumulation 2 --peer loop
-    cell short_06b_loop_16x1 60 "${at[@]}" --micro-size 16 --peer loop
+    cell short_06b_loop_8x2 90 "${at[@]}" --micro-size 8 --accumulation 2 --peer loop
+    # With longer rows the loop needs more than 140 GiB at 16 x 1.
+    cell short_06b_loop_16x1 60 "${at[@]}" --length 1024 --micro-size 16 --peer loop
+    cell short_06b_ftcli_1024 60 "${at[@]}" --length 1024 --micro-size 16 "${auto[@]}" --label "as init writes it" \
+        --set log.every_steps=1
     cell short_06b_ftcli 60 "${at[@]}" --micro-size 16 "${auto[@]}" --label "as init writes it" --set log.every_steps=1
     cell short_06b_ftcli_compiled 90 "${at[@]}" --micro-size 16 "${auto[@]}" --label compiled --set model.torch_compile=true
     cell short_06b_ftcli_8x2 60 "${at[@]}" --micro-size 8 --accumulation 2 --peer ftcli --label "8 x 2"

@@ -5,8 +5,8 @@
 Each line is a run of `ftcli train` on a shipped recipe with random weights and random images of 500 x 375 pixels, in
 FOLDER. `jpg` images are decoded by the loader processes. `bmp` images need no decoding, so the difference is the cost
 of decoding; both are cropped and changed as the recipe says. All runs of a model train the same number of images per
-step. Figures are means over the steps after the first ones, and the median speed of the log lines. To try it without
-GPUs: `--models tiny --cpu`.
+step. With `--cores-per-gpu` a run with one GPU has only its share of the processor. Figures are means over the steps
+after the first ones, and the median speed of the log lines. To try it without GPUs: `--models tiny --cpu`.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
     """Train a recipe and return medians of its log lines."""
     recipe, _, rows, micro_size = MODELS[model]
     profile = "single" if processes == 1 else "ddp"
-    output = folder / f"{model}-{images.name}-{processes}"
+    cores = (parsed.cores_per_gpu or (os.cpu_count() or 1) // processes) * processes
+    output = folder / f"{model}-{images.name}-{processes}-cores-{cores}"
     values = {
         "data.train": images,
         "data.eval": "null",
-        "data.workers": parsed.workers or max(1, (os.cpu_count() or 1) // processes - 1),
+        "data.workers": parsed.workers or max(1, cores // processes - 1),
         "batch.global_size": rows,
         "batch.micro_size": micro_size,
         "train.epochs": "null",
@@ -87,6 +88,8 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
     line += ["--cpu"] if parsed.cpu else []
     for key, value in values.items():
         line += ["--set", f"{key}={value}"]
+    if parsed.cores_per_gpu:
+        line = ["taskset", "--cpu-list", f"0-{cores - 1}", *line]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(line)}\n{done.stderr[-4000:]}")
@@ -98,6 +101,7 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
         "model": model,
         "images": images.name,
         "processes": processes,
+        "cores": cores,
         "images a second": statistics.harmonic_mean(row["rows_per_second"] for row in steady),
         "median": statistics.median(row["rows_per_second"] for row in steady),
         "data wait": statistics.fmean((row["data_wait_share"] for row in steady), weights=times),
@@ -118,7 +122,12 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=4096, help="number of images")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warm", type=int, default=15, help="steps that are not counted")
-    parser.add_argument("--workers", type=int, help="loader processes of each process; absent: all cores but one")
+    parser.add_argument("--workers", type=int, help="loader processes of each process; absent: all its cores but one")
+    parser.add_argument(
+        "--cores-per-gpu",
+        type=int,
+        help="cores that a run may use for each process, as where a scheduler divides machines; absent: all cores",
+    )
     parser.add_argument("--facts", type=Path, help="file that receives a JSON line for each run")
     parser.add_argument("--cpu", action="store_true")
     parsed = parser.parse_args()

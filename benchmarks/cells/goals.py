@@ -54,11 +54,12 @@ LARGE_PURE = LARGE | PURE | {"length": 4096, "lora": 0}
 
 AS_WRITTEN, LOOP = ("ftcli", "as init writes it"), ("loop", "")
 SHORT = {"shape": "qwen3-0.6b", "length": 4096, "median": 250, "task": "sft", "lora": 0} | MASTERS
+SHORTER = SHORT | {"length": 1024}  # with longer rows, 16 x 1 needs more than the 140 GiB of an H200
 SHORT_LORA = {"shape": "llama-3.1-8b", "length": 4096, "median": 330, "task": "sft", "lora": 16} | MASTERS
 
 GOALS = [
     Goal("0.6B short rows, of the plainest loop, 8 x 2", SHORT, AS_WRITTEN, LOOP, 2.0, {"accumulation": 2}),
-    Goal("0.6B short rows, of the plainest loop, 16 x 1", SHORT, AS_WRITTEN, LOOP, 1.3, {"accumulation": 1}),
+    Goal("0.6B shorter rows, of the plainest loop, 16 x 1", SHORTER, AS_WRITTEN, LOOP, 1.3, {"accumulation": 1}),
     Goal("0.6B short rows, of the plainest loop, 4 x 4", SHORT, AS_WRITTEN, LOOP, 2.0, {"accumulation": 4}),
     Goal("0.6B short rows, of the bare loop with Liger", SHORT, AS_WRITTEN, BARE, 1.3, {"accumulation": 1}),
     Goal("8B LoRA short rows, of TRL at its best", SHORT_LORA, ("ftcli", "compiled"), TRL, 1.5),

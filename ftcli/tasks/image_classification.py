@@ -4,7 +4,7 @@ Images are processed by the model's Hugging Face image processor with the Pillow
 torchvision. They are RGB with 8 bits, rotated as their Exif data require; 16-bit pixels are scaled. Every image is
 decoded once when rows are prepared, so that a broken image is reported then (`data.max_bad_rows`). Random changes of
 training images follow from (seed, epoch, row) and are made where rows are collated, in loader processes with
-`data.workers`.
+`data.workers`. Batches have images with 8 bits. `probe` normalises, erases and mixes them on the device.
 Shapes: B rows, C labels.
 """
 
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ftcli.runtime.errors import InputError, Problem, RowError
 from ftcli.tasks.protocol import Batch, Row
-from ftcli.tasks.shared.augmentation import Augmentation, AugmentationOptions
+from ftcli.tasks.shared.augmentation import NOT_MIXED, Augmentation, AugmentationOptions
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
+from ftcli.tasks.shared.image_pixels import model_pixels, normalisation_of, stack_images
 from ftcli.tasks.shared.images import (
     check_image,
     disable_decoding,
     find_image,
     load_image,
-    normalised_pixels,
     read_size,
 )
 from ftcli.tasks.shared.label_options import REGRESSION, LabelOptions, option
@@ -178,62 +178,104 @@ class Task:
         return row | {"target": blank_target(row["target"]), "items": 0}
 
     def collate(self, rows: list[Row]) -> Batch:
-        """Return `pixel_values` `[B, channels, height, width]` float32 and `targets` `[B]` int64, on the host.
+        """Return `targets` `[B]` int64 and the tensors of `image_pixels`, from which `probe` makes pixels, on the host.
 
         With mixup or cutmix, training rows also have `partner_targets` and `shares` `[B]` float32 of their own losses.
         Padding, and a row whose companion is excluded, are not mixed.
         """
         import torch
 
-        targets = collate_targets(rows)
+        targets = {"targets": collate_targets(rows)}
         if not (self.mixes and rows[0]["training"]):
-            return {"pixel_values": self._pixels(rows), "targets": targets}
+            return targets | self._images(rows)[0]
         partners = [next((c for c in row["companions"] if row["items"] and c["items"]), None) for row in rows]
         others = [partner or row for row, partner in zip(rows, partners, strict=True)]
         # The partner of a row is nearly always the next row of the batch, so each image is decoded once.
-        images = {(row["epoch"], row["id"]): row for row in [*rows, *others]}
-        pixels = dict(zip(images, self._pixels(list(images.values())), strict=True))
-        mixed, shares = [pixels[row["epoch"], row["id"]] for row in rows], [1.0] * len(rows)
-        for index, (row, partner) in enumerate(zip(rows, partners, strict=True)):
-            if partner is not None:
-                other = pixels[partner["epoch"], partner["id"]]
-                mixed[index], shares[index] = self.augmentation.mix(mixed[index], other, row["epoch"], row["id"])
-        of_partners = {"partner_targets": collate_targets(others), "shares": torch.tensor(shares)}
-        return {"pixel_values": torch.stack(mixed), "targets": targets} | of_partners
+        places = {(row["epoch"], row["id"]): number for number, row in enumerate(rows)}
+        images = [*rows]
+        for partner in filter(None, partners):
+            if places.setdefault((partner["epoch"], partner["id"]), len(images)) == len(images):
+                images.append(partner)
+        numbers = [
+            number if partner is None else places[partner["epoch"], partner["id"]]
+            for number, partner in enumerate(partners)
+        ]
+        pixels, size = self._images(images)
+        mixed = [
+            NOT_MIXED if partner is None else self.augmentation.mixing(size, row["epoch"], row["id"])
+            for row, partner in zip(rows, partners, strict=True)
+        ]
+        return (
+            targets
+            | pixels
+            | {
+                "partners": torch.tensor(numbers),
+                "pixel_shares": torch.tensor([[one.pixel_share, 1 - one.pixel_share] for one in mixed]),
+                "pasted": torch.tensor([one.pasted for one in mixed]),
+                "partner_targets": collate_targets(others),
+                "shares": torch.tensor([one.loss_share for one in mixed]),
+            }
+        )
 
-    def _pixels(self, rows: list[Row]) -> Tensor:
-        """Return the pixels of rows `[B, channels, height, width]`, changed at random in training."""
-        images = [self._image(row) for row in rows]
-        has_size = rows[0]["training"] and self.augmentation.crop_scale is not None  # the model's size already
-        if has_size and self.normalises:
-            pixels = normalised_pixels(images, self.processor)
+    def _images(self, rows: list[Row]) -> tuple[Batch, tuple[int, int]]:
+        """Return the images of rows as tensors of `image_pixels`, changed at random in training, and their size."""
+        import torch
+
+        images = map(self._image, rows)
+        training = rows[0]["training"]
+        has_size = training and self.augmentation.crop_scale is not None  # the model's size already
+        if not self.has_8_bits:
+            pixels = self._processed(list(images), has_size=has_size)
+            batch, size = {"pixel_values": pixels}, pixels.shape[2:]
         else:
-            pixels = self._processed(images, has_size=has_size)
-        for index, row in enumerate(rows):
-            if row["training"] and self.augmentation.random_erasing:
-                self.augmentation.erase(pixels[index], row["epoch"], row["id"])
-        return pixels
+            stacked = stack_images(images) if has_size else self._resized(list(images))
+            batch, size = {"images": stacked, "normalisation": normalisation_of(self.processor)}, stacked.shape[1:3]
+        height, width = size
+        if training and self.augmentation.random_erasing:
+            boxes = [self.augmentation.erased_box((height, width), row["epoch"], row["id"]) for row in rows]
+            batch["erased"] = torch.tensor(boxes)
+        return batch, (height, width)
 
     def _processed(self, images: list[Image], *, has_size: bool) -> Tensor:
         """Return the pixels that the processor makes of images; with `has_size` it does not change their size."""
-        keys = ("do_resize", "do_center_crop") if has_size else ()
-        how = {key: False for key in keys if getattr(self.processor, key, None) is not None}
+        return self._apply(images, ("do_resize", "do_center_crop") if has_size else ())
+
+    def _resized(self, images: list[Image]) -> Tensor:
+        """Return what the processor makes of images before it normalises them, `[N, height, width, channels]`."""
+        return self._apply(images, ("do_rescale", "do_normalize")).movedim(1, -1)
+
+    def _apply(self, images: list[Image], leave_out: tuple[str, ...]) -> Tensor:
+        """Return the result of the processor without some of its parts."""
+        how = {key: False for key in leave_out if getattr(self.processor, key, None) is not None}
         pixels: Tensor = self.processor(images, return_tensors="pt", **how)["pixel_values"]
         return pixels
 
     @cached_property
-    def normalises(self) -> bool:
-        """Whether the processor does nothing but rescale and normalise images of the model's size.
+    def has_8_bits(self) -> bool:
+        """Whether the processor does nothing but rescale and normalise images after they have the model's size.
 
-        Some change the order of colours or add constants, so the results for one image of noise are compared.
+        Then batches have images with 8 bits. Some processors change the order of colours, add constants, or fill up
+        images with 0 at last. So their results for images of noise are compared.
         """
         import torch
         from PIL import Image
 
+        def noise(height: int, width: int) -> list[Image.Image]:
+            return [Image.frombytes("RGB", (width, height), random.Random(0).randbytes(3 * height * width))]
+
         height, width = self.augmentation.size
-        noise = [Image.frombytes("RGB", (width, height), random.Random(0).randbytes(3 * height * width))]
-        expected, found = self._processed(noise, has_size=True), normalised_pixels(noise, self.processor)
-        return expected.shape == found.shape and torch.allclose(found, expected.to(found.dtype), rtol=0, atol=1e-5)
+        has_size, other = noise(height, width), noise(2 * height + 3, height + width)
+        normalisation = normalisation_of(self.processor)
+        for found, expected in (
+            (stack_images(has_size), self._processed(has_size, has_size=True)),
+            (self._resized(other), self._processed(other, has_size=False)),
+        ):
+            if found.dtype != torch.uint8 or found.movedim(-1, 1).shape != expected.shape:
+                return False
+            pixels = model_pixels({"images": found, "normalisation": normalisation})
+            if not torch.allclose(pixels, expected.to(pixels.dtype), rtol=0, atol=1e-5):
+                return False
+        return not getattr(self.processor, "do_pad", False)
 
     def _image(self, row: Row) -> Image:
         """Return the decoded image of a row, changed at random in training."""
@@ -254,7 +296,7 @@ class Task:
 
         The loss of a mixed row is `share * own loss + (1 - share) * loss with the partner's target`.
         """
-        logits = model(pixel_values=batch["pixel_values"]).logits
+        logits = model(**self.probe(batch)).logits
         own = self.problem.loss(logits, batch["targets"])
         if "shares" not in batch:
             return own
@@ -266,7 +308,7 @@ class Task:
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Return loss and items `[B]`, and target and prediction, `[B]` or `[B, C]`."""
-        return self.problem.eval_rows(model(pixel_values=batch["pixel_values"]).logits, batch["targets"])
+        return self.problem.eval_rows(model(**self.probe(batch)).logits, batch["targets"])
 
     def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the metrics of the problem's kind, such as accuracy, F1 or squared error."""
@@ -277,5 +319,5 @@ class Task:
         self.processor.save_pretrained(folder)
 
     def probe(self, batch: Batch) -> Batch:
-        """Return the arguments with which the plain model computes logits."""
-        return {"pixel_values": batch["pixel_values"]}
+        """Return the arguments of the model: the pixels of each row, normalised and mixed, on the batch's device."""
+        return {"pixel_values": model_pixels(batch)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -21,7 +21,6 @@ from ftcli.runtime.seeds import seed_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
 
 Range = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -29,6 +28,9 @@ CROP, COLOUR, POLICY, ERASE, PARTNER = range(1, 6)  # each kind of change draws 
 ATTEMPTS = 10  # to find a crop or an erased rectangle inside an image, as in torchvision
 ERASED_SHARE, ERASED_RATIO = (0.02, 0.33), (0.3, 1 / 0.3)  # of the image; Zhong et al. 2017, section 3.2
 MAGNITUDES = 10  # RandAugment's magnitude is between 0 and this
+
+Box = tuple[int, int, int, int]  # top, bottom, left and right of a rectangle
+NOWHERE: Box = (0, 0, 0, 0)
 
 
 class RandAugment(BaseModel):
@@ -118,6 +120,23 @@ class Draws:
                 return math.exp(x - total)
 
 
+class Mixing(NamedTuple):
+    """How a row is mixed with its partner.
+
+    Attributes:
+        pixel_share: Factor of the row's own pixels; those of the partner have the rest.
+        pasted: Rectangle that has the partner's pixels alone.
+        loss_share: Factor of the row's own loss.
+    """
+
+    pixel_share: float
+    pasted: Box
+    loss_share: float
+
+
+NOT_MIXED = Mixing(1.0, NOWHERE, 1.0)
+
+
 class Augmentation:
     """The random changes that options ask for.
 
@@ -164,41 +183,47 @@ class Augmentation:
                 image = operation(image, policy.magnitude / MAGNITUDES, sign, self.fill)
         return image
 
-    def erase(self, pixels: Tensor, epoch: int, row: int) -> None:
-        """Set a rectangle of normalised pixels `[C, H, W]` to 0, the mean colour, in place."""
+    def erased_box(self, size: tuple[int, int], epoch: int, row: int) -> Box:
+        """Return the rectangle of a row that gets the mean colour, 0 in normalised pixels; or `NOWHERE`.
+
+        Args:
+            size: Height and width of the pixels.
+            epoch: The epoch.
+            row: Number of the row.
+        """
         draws = Draws(self.seed, epoch, row, ERASE)
         if draws.uniform() >= self.random_erasing:
-            return
-        height, width = pixels.shape[1:]
+            return NOWHERE
+        height, width = size
         for _ in range(ATTEMPTS):
             area = draws.uniform(*ERASED_SHARE) * height * width
             ratio = math.exp(draws.uniform(*map(math.log, ERASED_RATIO)))
             tall, wide = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
             if 0 < tall < height and 0 < wide < width:
                 top, left = draws.below(height - tall + 1), draws.below(width - wide + 1)
-                pixels[:, top : top + tall, left : left + wide] = 0
-                return
+                return top, top + tall, left, left + wide
+        return NOWHERE
 
-    def mix(self, pixels: Tensor, partner: Tensor, epoch: int, row: int) -> tuple[Tensor, float]:
-        """Mix the pixels `[C, H, W]` of a row with those of its partner, by mixup or cutmix.
+    def mixing(self, size: tuple[int, int], epoch: int, row: int) -> Mixing:
+        """Return how a row is mixed with its partner, by mixup or cutmix.
 
-        Returns:
-            The mixed pixels, and the share of the row's own loss.
+        Args:
+            size: Height and width of the pixels.
+            epoch: The epoch.
+            row: Number of the row.
         """
         draws = Draws(self.seed, epoch, row, PARTNER)
         cuts = draws.uniform() < 0.5 if self.mixup and self.cutmix else self.cutmix is not None
         share = draws.beta((self.cutmix if cuts else self.mixup) or 1.0)
         if not cuts:
-            return pixels * share + partner * (1 - share), share
-        height, width = pixels.shape[1:]
+            return Mixing(share, NOWHERE, share)
+        height, width = size
         part = math.sqrt(1 - share)  # of each side
         middle_y, middle_x = draws.below(height), draws.below(width)
         tall, wide = int(height * part), int(width * part)
         top, bottom = max(middle_y - tall // 2, 0), min(middle_y + (tall + 1) // 2, height)
         left, right = max(middle_x - wide // 2, 0), min(middle_x + (wide + 1) // 2, width)
-        mixed = pixels.clone()
-        mixed[:, top:bottom, left:right] = partner[:, top:bottom, left:right]
-        return mixed, 1 - (bottom - top) * (right - left) / (height * width)
+        return Mixing(1.0, (top, bottom, left, right), 1 - (bottom - top) * (right - left) / (height * width))
 
 
 def _random_part(

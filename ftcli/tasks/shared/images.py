@@ -15,7 +15,6 @@ from ftcli.runtime.reader_errors import reason
 if TYPE_CHECKING:
     from datasets import Dataset
     from PIL.Image import Image
-    from torch import Tensor
 
 
 Result = TypeVar("Result")
@@ -162,32 +161,4 @@ def _as_rgb(image: Image) -> Image:
             raise RowError(f"image has pixels from {low:g} to {high:g}: save it with 8 or 16 bits per pixel")
         if image.mode == "F" and 0 < high <= 1:  # type: ignore[operator]  # rounded, all pixels would be black
             raise RowError(f"image has decimal pixels from {low:g} to {high:g}: save it with 8 or 16 bits per pixel")
-    return image.convert("RGB")
-
-
-def normalised_pixels(images: list[Image], processor: Any) -> Tensor:
-    """Return RGB images of the model's size as pixels, rescaled and normalised as an image processor does it.
-
-    The processor's Pillow backend takes several passes over the pixels. Here they are multiplied and added to once. The
-    results agree up to rounding.
-
-    Args:
-        images: The images, all of one size.
-        processor: The image processor of the model.
-
-    Returns:
-        Pixels `[B, 3, height, width]`, float32.
-    """
-    import numpy
-    import torch
-
-    scale, shift = torch.ones(3), torch.zeros(3)
-    if getattr(processor, "do_rescale", False):
-        scale = scale * processor.rescale_factor
-    if getattr(processor, "do_normalize", False):
-        # One number stands for all channels.
-        mean, deviation = (torch.tensor(values).expand(3) for values in (processor.image_mean, processor.image_std))
-        scale, shift = scale / deviation, -mean / deviation
-    stacked = torch.from_numpy(numpy.stack([numpy.asarray(image) for image in images]))
-    values = stacked.permute(0, 3, 1, 2).contiguous()  # while they have 8 bits
-    return torch.addcmul(shift.view(3, 1, 1), values.float(), scale.view(3, 1, 1))
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy an RGB image

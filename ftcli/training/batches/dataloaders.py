@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +18,14 @@ import numpy as np
 from ftcli.config.task_registry import FROM_FILE, find_task
 from ftcli.data.sampler import Key
 from ftcli.runtime.seeds import PADDING
+from ftcli.runtime.stop import ignore_signals_in_workers
 from ftcli.tasks.protocol import has_companions
 
 if TYPE_CHECKING:
     from ftcli.data.packing import Bins
     from ftcli.tasks.protocol import Batch, Row, Task
+
+LOADER_NICENESS = 10  # of loader processes; 19 is the lowest priority
 
 
 class WithTask:
@@ -132,6 +137,17 @@ class PickledTask:
     def __reduce__(self) -> tuple[Callable[..., Task], tuple[str | None, bytes]]:
         module = sys.modules[type(self._task).__module__]
         return _unpickle, (module.__file__ if module.__name__.startswith(FROM_FILE) else None, pickle.dumps(self._task))
+
+
+def start_worker(worker_id: int) -> None:
+    """Ignore stop signals in a loader process, and let the training process run first (`worker_init_fn`).
+
+    A training process that waits for a processor core starts kernels late, and all ranks wait for it. While it waits
+    for rows, loader processes have the cores to themselves.
+    """
+    ignore_signals_in_workers(worker_id)
+    with suppress(AttributeError, OSError):  # Windows has no os.nice, and a sandbox may forbid it
+        os.nice(LOADER_NICENESS)
 
 
 def _unpickle(file: str | None, task: bytes) -> Task:

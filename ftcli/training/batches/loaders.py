@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.data.sampler import EvalOrder, TrainOrder
-from ftcli.runtime.stop import ignore_signals_in_workers
 from ftcli.tasks.protocol import has_companions
-from ftcli.training.batches.dataloaders import Collate, Rows
+from ftcli.training.batches.dataloaders import Collate, Rows, start_worker
 from ftcli.training.pass_sizes import order_of
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def build_loaders(
             collate_fn=Collate(task, sources=training and len(rows.sources) > 0),
             num_workers=recipe.data.workers if training else 0,
             pin_memory=on_gpu and training and recipe.data.workers > 0,  # without workers prefetch.py pins
-            worker_init_fn=ignore_signals_in_workers,
+            worker_init_fn=start_worker,
         )
 
     evaluation = None

@@ -23,8 +23,7 @@ from ftcli.data.task_encoders import encode_rows
 from ftcli.runtime.errors import InputError, RunError
 from ftcli.runtime.log import log_line
 from ftcli.runtime.seeds import PADDING
-from ftcli.runtime.stop import ignore_signals_in_workers
-from ftcli.training.batches.dataloaders import Collate, WithTask
+from ftcli.training.batches.dataloaders import Collate, WithTask, start_worker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,7 +106,7 @@ class StreamLoader:
             batch_size=None,
             num_workers=self.workers,
             collate_fn=_identity,
-            worker_init_fn=ignore_signals_in_workers,
+            worker_init_fn=start_worker,
         )
         for number, item in enumerate(loader, start=1):
             if isinstance(item, Exception):

@@ -20,6 +20,7 @@ from ftcli.data.sampler import TrainOrder
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.build import build_task
 from ftcli.tasks.shared.augmentation import (
+    NOWHERE,
     OPERATIONS,
     Augmentation,
     AugmentationOptions,
@@ -27,6 +28,7 @@ from ftcli.tasks.shared.augmentation import (
     RandAugment,
     _random_part,
 )
+from ftcli.tasks.shared.image_pixels import model_pixels
 from ftcli.tasks.shared.images import load_image
 from ftcli.testing import save_tiny_vit
 from ftcli.training.batches.dataloaders import Collate, Rows
@@ -44,6 +46,7 @@ ALL: dict[str, Any] = {
     "mixup": 0.2,
     "cutmix": 1.0,
 }
+LOSSES = ("targets", "partner_targets", "shares")
 MODES = ("RGB", "L", "1", "P", "CMYK", "LA", "RGBA")
 
 
@@ -101,33 +104,38 @@ def test_operation_of_rand_augment_keeps_the_size_and_does_nothing_at_magnitude_
         assert not np.array_equal(np.asarray(OPERATIONS[number](NOISE, 1.0, 1, (0, 0, 0))), np.asarray(NOISE))
 
 
-def test_erase_sets_one_rectangle_of_some_images_to_the_mean() -> None:
+def filled(height: int = 16, width: int = 16, **tensors: Any) -> torch.Tensor:
+    """Return the pixels of a batch with two images, one of zeros and one of ones."""
+    values = torch.stack([torch.zeros(3, height, width), torch.ones(3, height, width)])
+    return model_pixels({"pixel_values": values} | {name: torch.tensor(value) for name, value in tensors.items()})
+
+
+def test_erased_box_is_one_rectangle_of_some_images_and_becomes_the_mean() -> None:
     shares = []
     for row in range(200):
-        pixels = torch.ones(3, 32, 32)
-        augmentation(random_erasing=0.25).erase(pixels, 0, row)
+        box = augmentation(random_erasing=0.25).erased_box((32, 24), 0, row)
+        pixels = filled(32, 24, erased=[NOWHERE, box])[1]
         erased = pixels[0] == 0
         shares.append(float(erased.float().mean()))
-        if erased.any():
-            rows, columns = erased.any(1), erased.any(0)
-            assert erased.sum() == rows.sum() * columns.sum() and (pixels == pixels[0]).all()
+        top, bottom, left, right = box
+        assert (pixels == pixels[0]).all() and erased.sum() == (bottom - top) * (right - left)
+        assert erased[top:bottom, left:right].all()
     assert 0.15 < np.mean([share > 0 for share in shares]) < 0.35
     assert max(shares) < 0.4
 
 
-def test_mix_takes_pixels_and_loss_in_the_same_share() -> None:
-    own, other = torch.zeros(3, 16, 16), torch.ones(3, 16, 16)
+def test_mixing_takes_pixels_and_loss_in_the_same_share() -> None:
     mixup, cutmix, either = augmentation(mixup=0.4), augmentation(cutmix=1.0), augmentation(mixup=0.4, cutmix=1.0)
     kinds = set()
     for row in range(40):
-        mixed, share = mixup.mix(own, other, 0, row)
-        assert mixed.mean().item() == pytest.approx(1 - share, abs=1e-6)
-        mixed, share = cutmix.mix(own, other, 0, row)
-        assert mixed.mean().item() == pytest.approx(1 - share, abs=1e-6)
-        assert set(mixed.unique().tolist()) <= {0.0, 1.0}
-        mixed, share = either.mix(own, other, 0, row)
-        kinds.add(mixed.unique().numel() == 1 and 0 < share < 1)
-    assert kinds == {True, False}
+        for how in (mixup, cutmix, either):
+            share, pasted, loss_share = how.mixing((16, 16), 0, row)
+            mixed = filled(partners=[1], pixel_shares=[[share, 1 - share]], pasted=[pasted])
+            assert mixed.shape == (1, 3, 16, 16) and mixed.mean().item() == pytest.approx(1 - loss_share, abs=1e-6)
+            is_cut = pasted != NOWHERE
+            assert not is_cut or set(mixed.unique().tolist()) <= {0.0, 1.0}
+            kinds.add((how is either, is_cut))
+    assert kinds >= {(True, True), (True, False), (False, True), (False, False)}
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +169,10 @@ def batches(folder: Path, micro: int, **options: Any) -> dict[int, tuple[Any, ..
     found: dict[Any, tuple[Any, ...]] = {}
     for keys in TrainOrder(len(rows), names_next=True, **sizes):
         batch = collate([rows[key] for key in keys])
-        ids = batch.pop("sample_ids").tolist()
+        ids, pixels = batch["sample_ids"].tolist(), task.probe(batch)["pixel_values"]  # type: ignore[attr-defined]
         for index, (key, number) in enumerate(zip(keys, ids, strict=True)):
             if number >= 0:
-                found[key[0], number] = tuple(value[index] for value in batch.values())
+                found[key[0], number] = tuple(value[index] for value in (pixels, *(batch[name] for name in LOSSES)))
     return found
 
 
@@ -182,6 +190,38 @@ def test_collate_of_mixed_rows_decodes_each_image_once(folder: Path) -> None:
     assert count_calls(lambda: task.collate(documents), load_image) == 6  # the last partner is not in the batch
 
 
+def changed_by_the_processor(task: Any, row: dict[str, Any]) -> torch.Tensor:
+    """Return the pixels of a changed row as the image processor normalises them, with the rectangle set to 0."""
+    image = task.augmentation.change(load_image(row["path"], row["bytes"]), row["epoch"], row["id"])
+    keeps_size = {"do_resize": False} if task.augmentation.crop_scale is not None else {}
+    pixels = task.processor([image], return_tensors="pt", **keeps_size)["pixel_values"][0].clone()
+    top, bottom, left, right = task.augmentation.erased_box(tuple(pixels.shape[1:]), row["epoch"], row["id"])
+    pixels[:, top:bottom, left:right] = 0
+    return pixels
+
+
+@pytest.mark.parametrize("crops", [True, False])
+@pytest.mark.parametrize("do_pad", [True, False])
+def test_training_pixels_are_those_of_the_processor_erased_and_mixed(folder: Path, crops: bool, do_pad: bool) -> None:
+    """With `do_pad` the processor makes the pixels on the host; otherwise the batch has 8 bits."""
+    task: Any = build_task(recipe(folder, **ALL | {"crop_scale": [0.2, 1.0] if crops else None}))
+    task.processor.do_pad = do_pad
+    rows = Rows(prepare_rows(task.recipe, task).train, task, training=True)
+    documents = [rows[1, number, number + 1][0] for number in range(6)]
+    batch, kinds = task.collate(documents), set()
+    found = task.probe(batch)["pixel_values"]
+    assert (batch["images"].dtype == torch.uint8 and len(batch["images"]) == 7) if not do_pad else "images" not in batch
+    for row, actual, loss_share in zip(documents, found, batch["shares"], strict=True):
+        own, other = (changed_by_the_processor(task, one) for one in (row, row["companions"][0]))
+        share, (top, bottom, left, right), expected_share = task.augmentation.mixing(tuple(own.shape[1:]), 1, row["id"])
+        mixed = own * share + other * (1 - share)
+        mixed[:, top:bottom, left:right] = other[:, top:bottom, left:right]
+        assert torch.allclose(actual, mixed, rtol=0, atol=1e-5)
+        assert loss_share.item() == pytest.approx(expected_share, abs=1e-6)
+        kinds.add(bottom > 0)
+    assert kinds == {True, False}  # both ways of mixing
+
+
 def test_loss_of_mixed_rows_is_the_share_of_both_losses(folder: Path) -> None:
     task: Any = build_task(recipe(folder, mixup=1.0, label_smoothing=0.1, class_weights={"once": 3.0}))
     prepared = prepare_rows(task.recipe, task)
@@ -189,7 +229,7 @@ def test_loss_of_mixed_rows_is_the_share_of_both_losses(folder: Path) -> None:
     rows = Rows(prepared.train, task, training=True)
     batch = task.collate([rows[0, 0, 14][0], rows[0, 14][0], rows[0, -1][0]])
     assert batch["shares"].tolist()[1:] == [1.0, 1.0] and 0 < batch["shares"][0] < 1
-    logits = model(pixel_values=batch["pixel_values"]).logits
+    logits = model(**task.probe(batch)).logits
     nll = -logits.log_softmax(-1)
     own, other = nll[0, batch["targets"][0]], 3 * nll[0, batch["partner_targets"][0]]
     share = batch["shares"][0]
@@ -212,7 +252,7 @@ def test_collate_of_evaluation_rows_changes_nothing(folder: Path) -> None:
     plain, changed = build_task(recipe(folder)), build_task(recipe(folder, **ALL))
     prepared = prepare_rows(plain.recipe, plain)  # type: ignore[attr-defined]
     first, second = (Collate(task)([Rows(prepared.train, task, training=False)[0, 3]]) for task in (plain, changed))
-    assert set(first) == set(second) and torch.equal(first["pixel_values"], second["pixel_values"])
+    assert set(first) == set(second) and torch.equal(first["images"], second["images"])
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -25,7 +25,7 @@ from ftcli.data.image_folders import folder_digest, image_files
 from ftcli.data.sources import check_source, read_rows
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.build import build_task
-from ftcli.tasks.shared.images import check_image, find_image, load_image, normalised_pixels
+from ftcli.tasks.shared.images import check_image, find_image, load_image
 from ftcli.testing import save_tiny_vit
 
 from ....support.recipes import minimal_values
@@ -375,21 +375,25 @@ def test_load_image_of_decimal_pixels_up_to_one_is_refused() -> None:
         ({"image_mean": 0.4, "image_std": 0.2}, True),
         ({"image_processor_type": "MobileViTImageProcessor", "do_flip_channel_order": True}, False),
         ({"image_processor_type": "EfficientNetImageProcessor", "include_top": True}, False),
+        ({"do_pad": True}, False),
     ],
 )
-def test_pixels_of_cropped_images_are_those_of_the_processor(
-    changes: dict[str, Any], is_plain: bool, tmp_path: Path
-) -> None:
-    """Some processors change the order of colours, or normalise twice; their own code then makes the pixels."""
+def test_pixels_of_images_are_those_of_the_processor(changes: dict[str, Any], is_plain: bool, tmp_path: Path) -> None:
+    """Some processors change the order of colours, or normalise twice. Their own code then makes the pixels."""
     import torch
 
     config = save_tiny_vit(tmp_path / "vit") / "preprocessor_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     recipe = recipe_of(config.parent, tmp_path)
     task: Any = build_task(recipe.model_copy(update={"task_options": {"crop_scale": [0.5, 1.0]}}))
-    assert task.normalises == is_plain
+    assert task.has_8_bits == is_plain
     height, width = task.augmentation.size
-    images = [Image.effect_noise((width, height), sigma).convert("RGB") for sigma in (20, 90)]
-    found, expected = normalised_pixels(images, task.processor), task._processed(images, has_size=True)
-    assert found.is_contiguous() and found.dtype == torch.float32
-    assert torch.allclose(found, expected, rtol=0, atol=1e-5) == is_plain
+    sizes = [(width, height), (2 * width + 5, height + 9)]
+    images = [Image.effect_noise(size, 90).convert("RGB") for size in sizes]
+    given = {"path": None, "target": 0, "items": 1, "training": False}
+    batch = task.collate([given | {"bytes": encoded(image, "PNG")} for image in images])
+    expected = task.processor(images, return_tensors="pt")["pixel_values"]
+    found = task.probe(batch)["pixel_values"]
+    assert found.is_contiguous() and found.dtype == expected.dtype == torch.float32
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+    assert ("images" in batch) == is_plain == ("pixel_values" not in batch)

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
+import pytest
+import torch
+
+from ftcli.config.plan import derive_plan
+from ftcli.config.recipe import Recipe
 from ftcli.config.task_registry import find_task
-from ftcli.training.batches.dataloaders import Collate, Rows
+from ftcli.reports.survey import prepare_data
+from ftcli.runtime.stop import STOP_SIGNALS
+from ftcli.testing import save_tiny_causal
+from ftcli.training.batches.dataloaders import LOADER_NICENESS, Collate, Rows, start_worker
+from ftcli.training.batches.loaders import build_loaders
+from ftcli.training.prepared_data import PreparedData
+
+from ....support.recipes import minimal_values
+
+CPU = SimpleNamespace(device=torch.device("cpu"))
 
 TASK = """
 from pydantic import BaseModel, ConfigDict
@@ -35,3 +55,35 @@ def test_dataloader_with_a_task_of_a_users_file_arrives_in_a_process_that_never_
     handed = pickle.dumps((Rows([], task, training=True, excluded={3}), Collate(task)))
     there = subprocess.run([sys.executable, "-c", ELSEWHERE], input=handed, capture_output=True)
     assert there.stdout.decode() == "ftcli_user_task_carried here here True {3}\n", there.stderr.decode()
+
+
+def niceness(recipe: Recipe) -> int:
+    """Return the niceness of the loader process of a recipe, beyond that of this process."""
+    data = prepare_data(recipe)
+    hardware: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0, collect=lambda mine: [mine]), accelerator=CPU)
+    prepared = PreparedData(data.task, data.rows, [], derive_plan(data.recipe, 1, 2))
+    batches = iter(build_loaders(data.recipe, prepared, hardware=hardware).train)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    return int(psutil.Process(worker.pid).nice() - psutil.Process().nice())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_loader_process_has_a_lower_priority_than_training(is_stream: bool, tmp_path: Path) -> None:
+    save_tiny_causal(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "alpha {n}"}}\n' for n in range(8)))
+    data = {"train": str(rows), "workers": 1, "streaming": is_stream, "max_length": 16}
+    sections = {"model": {"name": str(tmp_path / "model")}, "batch": {"global_size": 2}, "train": {"max_steps": 2}}
+    assert niceness(Recipe.model_validate(minimal_values("pretrain", data=data, **sections))) == LOADER_NICENESS
+
+
+def test_start_worker_where_priorities_cannot_be_changed_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(increment: int) -> int:
+        raise PermissionError(increment)
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for change in (lambda: monkeypatch.setattr(os, "nice", refuse), lambda: monkeypatch.delattr(os, "nice")):
+        change()
+        start_worker(0)
+    assert all(signal.signal(number, handler) == signal.SIG_IGN for number, handler in before.items())

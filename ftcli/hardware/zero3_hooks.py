@@ -122,7 +122,7 @@ class Weights:
         self.modules = set(model.modules())
         self.listed: dict[tuple[nn.Module, bool], list[Any]] = {}
 
-    def __call__(self, module: nn.Module, recurse: bool = False) -> Iterator[Any]:
+    def __call__(self, module: Any, recurse: bool = False) -> Iterator[Any]:
         """Yield the weights of a module and, with `recurse`, of its parts; then those that DeepSpeed added to it."""
         if module not in self.modules:
             yield from self.plain(module, recurse)
@@ -135,11 +135,19 @@ class Weights:
 
 
 def _shard_whole_weights(weights: list[Any], shard: Callable[[], None]) -> None:
-    """Free the weights that are whole on every rank, unless there are none."""
+    """Free the weights that are whole on every rank. Gathers that are not complete are left to DeepSpeed.
+
+    DeepSpeed's count of elements that are whole is not changed; the next forward pass begins with 0.
+    """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    if any(weight.ds_status != ZeroParamStatus.NOT_AVAILABLE or weight.ds_active_sub_modules for weight in weights):
+    whole = [one for one in weights if one.ds_status != ZeroParamStatus.NOT_AVAILABLE or one.ds_active_sub_modules]
+    if any(weight.ds_status != ZeroParamStatus.AVAILABLE for weight in whole):
         shard()
+        return
+    for weight in whole:
+        weight.ds_active_sub_modules.clear()
+        weight.partition()
 
 
 def _shard(weight: Any, plain: Callable[..., None], *given: Any, **options: Any) -> None:

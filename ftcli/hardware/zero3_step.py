@@ -54,6 +54,8 @@ GRADIENT_BUFFER = declare(
         f"{STAGE_3_OPTIMIZER}._prepare_fp32_grad_for_sub_group",
         f"{STAGE_3_OPTIMIZER}._reassign_or_swap_out_partitioned_parameters",
         f"{STAGE_3_OPTIMIZER}.{PARTITIONS}",
+        "torch:_foreach_copy_",
+        "torch:_foreach_add_",
     ),
     also=has_changed(
         {
@@ -109,12 +111,12 @@ def hasten_step(engine: Any) -> None:
     zero = engine.optimizer
     if zero.offload_optimizer:
         return
-    small = zero.persistent_parameters if zero.parameter_offload.offload_device is None else []
-    is_exact = small and not any(hasattr(weight.ds_tensor, "ds_quant_scale") for weight in small)
-    if is_exact and SMALL_WEIGHTS.is_usable():
+    has_codes = any(hasattr(weight.ds_tensor, "ds_quant_scale") for weight in zero.persistent_parameters)
+    if not has_codes and zero.parameter_offload.offload_device is None and SMALL_WEIGHTS.is_usable():
         zero._post_step = partial(_gather_small_weights, zero, zero._post_step)
     if GRADIENT_BUFFER.is_usable():
-        zero._prepare_fp32_grad_for_sub_group = partial(_step_on_buffer, zero, zero._prepare_fp32_grad_for_sub_group)
+        prepare = zero._prepare_fp32_grad_for_sub_group
+        zero._prepare_fp32_grad_for_sub_group = partial(_step_on_buffer, zero, {}, prepare)
         reassign = zero._reassign_or_swap_out_partitioned_parameters
         zero._reassign_or_swap_out_partitioned_parameters = partial(_reassign_copies, zero, reassign)
         zero.partition_grads = partial(_add_to_buffer, zero, zero.partition_grads)
@@ -136,7 +138,9 @@ def _gather_small_weights(zero: Any, finish: Callable[[Any], None], timers: Any)
     finally:
         zero.persistent_parameters = weights
     gather(weights)
-    gather_after_current_stream(zero, weights[0].device)  # DeepSpeed's gathers of other weights read what was stepped
+    gather_after_current_stream(
+        zero, torch.device(zero.device)
+    )  # DeepSpeed's gathers of other weights read what was stepped
 
 
 @torch.no_grad()
@@ -169,9 +173,19 @@ def gather(weights: list[Any]) -> None:
             weight.ds_status = ZeroParamStatus.AVAILABLE
 
 
-def _step_on_buffer(zero: Any, prepare: Callable[[int], None], group: int) -> None:
-    """Make the buffer of gradients the gradient of a group's master weights. DeepSpeed would copy it."""
-    master, flat = zero.fp32_partitioned_groups_flat[group], adjacent(zero.averaged_gradients[group])
+Views = dict[int, tuple[list[Tensor], Tensor | None]]
+
+
+def _step_on_buffer(zero: Any, views: Views, prepare: Callable[[int], None], group: int) -> None:
+    """Make the buffer of gradients the gradient of a group's master weights. DeepSpeed would copy it.
+
+    `views` has the gradients of each group in the step before, and the view of all of them. The device waits here.
+    """
+    master, gradients = zero.fp32_partitioned_groups_flat[group], zero.averaged_gradients[group]
+    known, flat = views.get(group, ([], None))
+    if len(known) != len(gradients) or any(one is not other for one, other in zip(known, gradients, strict=True)):
+        flat = adjacent(gradients)
+        views[group] = (gradients, flat)
     if flat is None or (flat.dtype, flat.shape) != (master.dtype, master.shape):
         prepare(group)
         return

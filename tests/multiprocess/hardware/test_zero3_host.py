@@ -181,7 +181,7 @@ def gathered() -> list[tuple[bool, int]]:
     gather(weights)
     assert weights[-1].data.numel() == 0
     assert all(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in weights)
-    first = {weight.data.dtype: weight.data.untyped_storage().data_ptr() for weight in weights}
+    first = {weight.data.dtype: weight.data.untyped_storage().data_ptr() for weight in weights[:-1]}
     return [
         (torch.equal(weight.data, value), (weight.data.data_ptr() - first[weight.data.dtype]) % 512)
         for weight, value in zip(weights[:-1], values[:-1], strict=True)

@@ -20,9 +20,11 @@ from ftcli.hardware.deepspeed_partitions import (
 )
 from ftcli.hardware.gradient_reduction import in_one_machine
 from ftcli.hardware.optimizer_state import OptimizerSlot, StateShard, trained_parameters
+from ftcli.hardware.zero3_hooks import hasten_hooks
 from ftcli.hardware.zero3_leaf_modules import leaves_of, reduce_after_last_pass
 from ftcli.hardware.zero3_linear import replace_linear
 from ftcli.hardware.zero3_patches import SIXTEEN_BIT_GRADIENTS, install_step_patches, send_16_bit_gradients
+from ftcli.hardware.zero3_step import hasten_step
 from ftcli.models.precision import AUTOCAST
 from ftcli.models.structure import layers_of
 from ftcli.runtime.patches import declare
@@ -221,7 +223,9 @@ class DeepSpeed(Backend):
         engine: Any = model
         if not _is_stage_3():
             return
+        hasten_hooks(engine)
         install_step_patches(engine)
+        hasten_step(engine)
         reduce_after_last_pass(engine.optimizer)
         hooks = engine.optimizer.parameter_offload
         for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):

@@ -34,8 +34,8 @@ STREAM = declare(
     "zero3-gather-stream",
     library="deepspeed",
     versions=">=0.19.8,<0.20",
-    purpose="Makes DeepSpeed's stream of all-gathers wait for the rounding of weights",
-    without="The host then waits for the device once per accumulation window.",
+    purpose="Makes DeepSpeed's stream of all-gathers wait for the rounding and the update of weights",
+    without="The host then waits for the device once or twice per accumulation window.",
     alternative="None: the stream has no public name.",
     apis=(f"deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.{GATHER_STREAM}",),
     measurement="../explanation/our-own-code.md",
@@ -153,7 +153,7 @@ def share_weight_casts(accelerator: Accelerator) -> Iterator[None]:
     try:
         if weights:
             _round(weights)
-            _gather_after_rounding(zero, accelerator.device)
+            gather_after_current_stream(zero, accelerator.device)
         yield
     finally:
         for weight, shard in zip(weights, exact, strict=True):
@@ -171,8 +171,8 @@ def _round(weights: list[Any]) -> None:
         weight.ds_tensor.data = shard
 
 
-def _gather_after_rounding(zero: Any, device: torch.device) -> None:
-    """Make DeepSpeed's all-gather stream wait for the rounding on the current stream."""
+def gather_after_current_stream(zero: Any, device: torch.device) -> None:
+    """Make DeepSpeed's all-gather stream wait for the current stream, which has written shards."""
     stream = getattr(zero.parameter_offload, GATHER_STREAM, None) if STREAM.is_usable() else None
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())

@@ -177,7 +177,10 @@ def uses_vocabulary_logits(recipe: Recipe) -> bool:
 
 
 def has_fresh_gradients(shares: ShardCounts, plan: Plan) -> bool:
-    """Return whether each backward pass allocates the gradients. DeepSpeed and DDP's buckets allocate them once."""
+    """Return whether each backward pass allocates the gradients. DDP's buckets and ZeRO-2 allocate them once.
+
+    ZeRO-3 frees them after a step (zero3_step.py). That is not counted here, so the estimate is too high there.
+    """
     has_buckets = plan.processes > 1 and shares.gradients == 1
     return plan.accumulation == 1 and not has_buckets and not shares.zero_stage
 

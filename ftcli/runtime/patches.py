@@ -10,6 +10,7 @@ that it uses is missing, ftcli raises `InputError` before the first step.
 from __future__ import annotations
 
 import dis
+import hashlib
 import importlib
 import importlib.metadata
 import inspect
@@ -175,6 +176,35 @@ def has_api(api: str) -> bool:
             return number == len(parts) and part in _names_inside(owner)
         owner = getattr(owner, part)
     return True
+
+
+def source_digest(api: str) -> str:
+    """Return a short digest of the source text of a function, without decorators of other libraries.
+
+    Args:
+        api: `module:name`; a name with dots leads through attributes. Imports its module.
+    """
+    module, _, path = api.partition(":")
+    owner: Any = importlib.import_module(module)
+    for part in path.split("."):
+        owner = getattr(owner, part)
+    library = f"{os.sep}{module.partition('.')[0]}{os.sep}"
+    text = "".join(sorted(inspect.getsource(code) for code in _codes(owner) if library in code.co_filename))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def has_changed(known: dict[str, str]) -> Callable[[], str | None]:
+    """Return a check for `Patch.also`: the functions that a patch replaces have the text that it was written for.
+
+    Args:
+        known: The digest of the text of each function, as `source_digest` returns it.
+    """
+
+    def check() -> str | None:
+        changed = [api for api, digest in known.items() if source_digest(api) != digest]
+        return f"the code of {changed[0].replace(':', '.')} is not the code that was tested" if changed else None
+
+    return check
 
 
 def private_names(patch: Patch) -> Iterator[str]:

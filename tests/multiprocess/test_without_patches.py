@@ -50,6 +50,11 @@ RUNS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "layers-of-a-model": ("sft-untied", BF16),
         "zero3-leaf-passes": ("sft-untied", BF16),
         "deepspeed-release": ("sft-untied", BF16),
+        "zero3-small-weights": ("sft-untied", BF16),
+        "zero3-gradient-buffer": ("sft-untied", BF16),
+        "zero3-gradient-memory": ("sft-untied", BF16),
+        "zero3-quiet-hooks": ("sft-untied", BF16),
+        "zero3-gathered-layers": ("sft-untied", BF16),
     },
 }
 # Optional patches that runs on CPU processes do not use, and the reason.
@@ -65,6 +70,7 @@ ELSEWHERE = {
     "liger-rotary": "needs a GPU",
     "nccl-pending-works": "needs a GPU",
     "tensor-versions": "needs bitsandbytes",
+    "zero3-stream-waits": "needs a GPU",
 }
 REFUSED = {
     "single": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from ftcli.runtime import patches
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.patches import REGISTRY, WITHOUT, Patch, declare
+from ftcli.runtime.patches import REGISTRY, WITHOUT, Patch, declare, has_changed, source_digest
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +121,20 @@ def test_declare_of_a_name_that_another_module_uses_is_refused() -> None:
             alternative="",
             apis=(),
         )
+
+
+def test_has_changed_names_a_function_whose_code_is_not_the_known_one() -> None:
+    api = "packaging.version:Version.__init__"
+    assert has_changed({api: source_digest(api)})() is None
+    assert has_changed({api: "0"})() == "the code of packaging.version.Version.__init__ is not the code that was tested"
+
+
+def test_source_digest_does_not_depend_on_decorators_of_other_libraries() -> None:
+    known = source_digest("packaging.version:parse")
+    import packaging.version
+
+    plain = packaging.version.parse
+    packaging.version.parse = contextlib.contextmanager(plain)
+    decorated = source_digest("packaging.version:parse")
+    packaging.version.parse = plain
+    assert decorated == known and len(known) == 12

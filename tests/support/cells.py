@@ -91,8 +91,11 @@ def write_inputs(folder: Path) -> None:
     for index in range(30):
         label = ["red", "green"][index % 2]
         (folder / "images" / label).mkdir(parents=True, exist_ok=True)
-        shade = tuple(draw.randint(0, 90) + (130 if channel == index % 2 else 0) for channel in range(3))
-        Image.new("RGB", (20, 20), shade).save(folder / "images" / label / f"{index}.png")
+        shade = [draw.randint(0, 90) + (130 if channel == index % 2 else 0) for channel in range(3)]
+        # Each pixel has its own colour. Channels that are constant in an image would make batch norm divide rounding by
+        # nearly zero, and curves of two profiles would then be apart by more than rounding.
+        pixels = bytes(value + draw.randint(0, 35) for _ in range(20 * 20) for value in shade)
+        Image.frombytes("RGB", (20, 20), pixels).save(folder / "images" / label / f"{index}.png")
 
 
 def _write_answers(folder: Path) -> None:

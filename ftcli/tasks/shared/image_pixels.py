@@ -70,9 +70,10 @@ def model_pixels(batch: Batch) -> Tensor:
     pixels: Tensor
     if "images" in batch:
         scale, shift = batch["normalisation"].view(2, 3, 1, 1)
-        # They are put into the order of channels while they have 8 bits.
+        # They are put into the order of channels while they have 8 bits. Multiplying and adding are two operations,
+        # because one may round the last pixels of a tensor differently, so that results depend on the rows beside it.
         values = batch["images"].permute(0, 3, 1, 2).contiguous()
-        pixels = shift.addcmul(values.float(), scale)
+        pixels = values.float().mul_(scale).add_(shift)
     else:
         pixels = batch["pixel_values"]
     if "erased" in batch:

@@ -94,7 +94,8 @@ def write_inputs(folder: Path) -> None:
         shade = [draw.randint(0, 90) + (130 if channel == index % 2 else 0) for channel in range(3)]
         # Each pixel has its own colour. Channels that are constant in an image would make batch norm divide rounding by
         # nearly zero, and curves of two profiles would then be apart by more than rounding.
-        pixels = bytes(value + draw.randint(0, 35) for _ in range(20 * 20) for value in shade)
+        texture = random.Random(index)
+        pixels = bytes(value + texture.randint(0, 35) for _ in range(20 * 20) for value in shade)
         Image.frombytes("RGB", (20, 20), pixels).save(folder / "images" / label / f"{index}.png")
 
 

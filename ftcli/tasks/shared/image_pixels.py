@@ -71,7 +71,7 @@ def model_pixels(batch: Batch) -> Tensor:
     if "images" in batch:
         scale, shift = batch["normalisation"].view(2, 3, 1, 1)
         # They are put into the order of channels while they have 8 bits. Multiplying and adding are two operations,
-        # because one may round the last pixels of a tensor differently, so that results depend on the rows beside it.
+        # because devices differ in whether one operation rounds the product before it adds.
         values = batch["images"].permute(0, 3, 1, 2).contiguous()
         pixels = values.float().mul_(scale).add_(shift)
     else:

@@ -91,7 +91,7 @@ def test_labels_of_two_sources_of_one_name_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def inputs(make_inputs: MakeInputs) -> Path:
-    """Two sources for every task, of unlike sizes and, with text, of unlike length."""
+    """Two sources for every task, of unlike sizes and, with text, of unlike length; with images, of unlike labels."""
     folder = make_inputs()
     for name, long in (("chats", "completion"), ("texts", "text")):
         rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
@@ -101,7 +101,8 @@ def inputs(make_inputs: MakeInputs) -> Path:
     for part in ("few", "many"):
         for label in ("red", "green"):
             (folder / f"{part}-images" / label).mkdir(parents=True)
-            for path in sorted((folder / "images" / label).iterdir())[: 3 if part == "few" else 9]:
+            count = 9 if part == "many" else {"red": 1, "green": 5}[label]
+            for path in sorted((folder / "images" / label).iterdir())[:count]:
                 (folder / f"{part}-images" / label / path.name).write_bytes(path.read_bytes())
     return folder
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Model
+from ftcli.config.recipe_model import Model
 from ftcli.config.task_registry import find_task
 from ftcli.models.adapter_folder import base_of
 from ftcli.models.structure import base_model_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.answer_ends import BASE_LACKS_IT
 from ftcli.checkpoint.hf_shards import save_weights
-from ftcli.config.recipe_inputs import Model
+from ftcli.config.recipe_model import Model
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.adapter_folder import HOW_TO_LOAD
 from ftcli.runtime.errors import InputError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.answer_ends import describe_answer_ends
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.config.recipe_model import NO_MODEL
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.adapter_folder import (
     adapter_settings,
@@ -35,7 +35,7 @@ from ftcli.runtime.run_folder import RunFolder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ftcli.config.recipe_inputs import Model
+    from ftcli.config.recipe_model import Model
 
 
 PROBE = "probe.safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.config.recipe_model import NO_MODEL
 from ftcli.data.assets.catalogue import fetch_asset
 from ftcli.data.cache import prepare_rows
 from ftcli.data.paths import MODEL_KEY, local_path

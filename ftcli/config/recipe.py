@@ -1,8 +1,9 @@
 """Declare the recipe: all settings that may affect the loss, and a few machine hints that do not.
 
 Every key is declared once, with bounds, unit and description. The JSON schema, docs/reference/recipe.md and all error
-messages are generated from these declarations. The sections are in recipe_inputs.py and recipe_training.py, and other
-modules import them from here. This module also checks the rules between sections. Light: never imports torch.
+messages are generated from these declarations. The sections are in recipe_model.py, recipe_data.py and
+recipe_training.py, and other modules import them from here. This module also checks the rules between sections. Light:
+never imports torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ftcli.config.recipe_inputs import NO_MODEL, Adapter, Data, Model, Quantization, Source
+from ftcli.config.recipe_data import Data, Source
+from ftcli.config.recipe_model import NO_MODEL, Adapter, Model, Quantization
 from ftcli.config.recipe_training import (
     ANSWER_METRICS,
     Batch,

@@ -1,6 +1,6 @@
 """Declare the recipe sections for the training itself: batch, length, optimizer, evaluation, checkpoints, log, hub.
 
-recipe_inputs.py declares the sections for model and data. Light: never imports torch.
+recipe_model.py and recipe_data.py declare the sections for model and data. Light: never imports torch.
 """
 
 from __future__ import annotations

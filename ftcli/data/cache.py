@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
     from ftcli.tasks.protocol import Task
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
     from ftcli.tasks.protocol import Task
 
 

@@ -23,7 +23,7 @@ from ftcli.tasks.protocol import properties_of
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
 
 
 CHECKED_ROWS = 8  # number of rows of each source to check

@@ -21,7 +21,7 @@ from ftcli.runtime.reader_errors import reason
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
 
 
 # Changes that `datasets` makes to values, for files that ftcli cannot read itself.

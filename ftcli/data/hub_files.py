@@ -31,7 +31,7 @@ from ftcli.runtime.torn_files import read_object
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, Features
 
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
 
 
 ENDINGS = {"csv": TABLES, "json": (".jsonl", ".ndjson", ".json"), "text": (".txt",)}  # by format name of `datasets`

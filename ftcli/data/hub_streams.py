@@ -16,7 +16,7 @@ from ftcli.data.streaming.line_reader import read_lines
 from ftcli.runtime.errors import RowError
 
 if TYPE_CHECKING:
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
 
 
 def open_hub(source: Source) -> Corpus:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Data, Source
+    from ftcli.config.recipe_data import Data, Source
     from ftcli.data.encode import Counts
     from ftcli.tasks.protocol import Task
 

@@ -13,7 +13,7 @@ from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.redaction import redact
 
 if TYPE_CHECKING:
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
 
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}

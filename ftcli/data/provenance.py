@@ -17,7 +17,7 @@ from ftcli.data.streaming.lanes import DOCUMENTS_PER_ROW, ROWS_PER_FILE
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
     from ftcli.data.cache import PreparedRows
     from ftcli.data.streaming.lanes import Corpus
 

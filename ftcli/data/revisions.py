@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.config.recipe_model import NO_MODEL
 from ftcli.data.hub_commits import COMMITS, commit_of, entry_name
 from ftcli.data.paths import local_path
 from ftcli.data.streaming.remote_files import is_address
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Model, Source
+    from ftcli.config.recipe_data import Source
+    from ftcli.config.recipe_model import Model
 
 
 READER = "ftcli"  # stored with each data set: older versions read its text files through `datasets`

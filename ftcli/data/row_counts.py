@@ -20,7 +20,7 @@ from ftcli.runtime.errors import InputError, RowError
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Data, Source
+    from ftcli.config.recipe_data import Data, Source
 
 
 def check_row_counts(recipe: Recipe, *, may_split: bool) -> None:

@@ -25,7 +25,7 @@ from ftcli.runtime.reader_errors import reading, reason
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
 
 
 FIRST_CHARACTERS = 2**20  # characters or bytes of a JSON file that are read to find its first rows

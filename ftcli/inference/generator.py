@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
 from ftcli.config.load import load_run_recipe
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Model
+from ftcli.config.recipe_model import Model
 from ftcli.config.trust import check_stored
 from ftcli.data.chat.prompt import PromptInput, encode_prompt
 from ftcli.data.chat.template_variables import FLAG, check_recipe, check_variables, texts_of

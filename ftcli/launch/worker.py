@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import load_run_recipe
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.config.recipe_model import NO_MODEL
 from ftcli.runtime.checkpoint_names import step_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.failures import record_failure, watch_parent, watch_peers

@@ -20,7 +20,7 @@ from ftcli.runtime.errors import InputError, Problem, nearest, shortened
 if TYPE_CHECKING:
     from torch import nn
 
-    from ftcli.config.recipe_inputs import Adapter
+    from ftcli.config.recipe_model import Adapter
 
 
 ALL_LINEAR = "all-linear"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Adapter
+    from ftcli.config.recipe_model import Adapter
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

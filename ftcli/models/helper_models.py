@@ -20,7 +20,7 @@ from ftcli.tasks.protocol import properties_of
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Model
+    from ftcli.config.recipe_model import Model
 
 
 RANDOM = "random"  # name of a helper with random weights, which has no files

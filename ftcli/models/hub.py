@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.config.recipe_model import NO_MODEL
 from ftcli.config.trust import CONFIGS, check_configs, code_refused
 from ftcli.data.paths import MODEL_KEY, local_path, model_folder
 from ftcli.data.revisions import is_on_hub
@@ -17,7 +17,7 @@ from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
 
 if TYPE_CHECKING:
-    from ftcli.config.recipe_inputs import Model
+    from ftcli.config.recipe_model import Model
 
 
 NEEDS = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Model
+    from ftcli.config.recipe_model import Model
 
 
 # Reads a model with weights, given `read`, which returns the model with its weights, and `build`, which returns it

@@ -9,7 +9,7 @@ from ftcli.models.hub import load_from_hub
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
-    from ftcli.config.recipe_inputs import Model
+    from ftcli.config.recipe_model import Model
 
 
 def load_tokenizer(section: Model) -> Any:

@@ -202,7 +202,7 @@ def _describe_image_folders(recipe: Recipe) -> dict[str, str]:
 
 def _describe_sizes(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict[str, Any], list[str]]:
     """Return facts and notes about tokens per step, packing, model weights and the size of final/."""
-    from ftcli.config.recipe_inputs import NO_MODEL
+    from ftcli.config.recipe_model import NO_MODEL
     from ftcli.config.task_registry import task_class
     from ftcli.data.paths import model_folder
     from ftcli.models.files import stored_shapes

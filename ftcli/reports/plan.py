@@ -140,7 +140,7 @@ def _check_numbers(**numbers: float | None) -> None:
 
 def _model(recipe: Recipe, missing: list[str]) -> tuple[ModelSize | None, str | None]:
     """Return the size and the type of the recipe's model; None for what is not known, with a line in `missing`."""
-    from ftcli.config.recipe_inputs import NO_MODEL
+    from ftcli.config.recipe_model import NO_MODEL
     from ftcli.data.paths import model_folder
 
     name = recipe.model.name

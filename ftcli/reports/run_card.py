@@ -35,7 +35,7 @@ def complete_card(head: str, recipe: Recipe, folder: RunFolder, checkpoint: Path
     from huggingface_hub import ModelCard
 
     from ftcli.config.load import dump_recipe
-    from ftcli.config.recipe_inputs import NO_MODEL
+    from ftcli.config.recipe_model import NO_MODEL
     from ftcli.config.trust import stored_form
     from ftcli.data.revisions import is_data_set, is_on_hub
 

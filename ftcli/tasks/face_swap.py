@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.config.recipe_model import NO_MODEL
 from ftcli.data.label_names import name_of
 from ftcli.models.helper_models import RANDOM
 from ftcli.runtime.errors import InputError, Problem, RowError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.plan import Plan, describe_dropped_rows, pluralise
-from ftcli.config.recipe_inputs import NO_MODEL
+from ftcli.config.recipe_model import NO_MODEL
 from ftcli.models.adapter_targets import describe_unadapted
 from ftcli.models.adapters import describe_cut_tie
 from ftcli.models.kernels.document_attention import describe_attention

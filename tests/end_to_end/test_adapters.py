@@ -16,7 +16,7 @@ from ftcli.checkpoint.export import export
 from ftcli.checkpoint.final import PROBE, load_plain
 from ftcli.config.load import dump_recipe
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Adapter
+from ftcli.config.recipe_model import Adapter
 from ftcli.loop import steps
 from ftcli.models.adapters import adapter_problems, disable_adapter
 from ftcli.runtime.errors import InputError, RunError

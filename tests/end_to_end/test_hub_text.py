@@ -45,7 +45,7 @@ READ = """
 import json, sys
 from ftcli.data.streaming.corpus import open_source
 from ftcli.runtime.errors import InputError
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data.sources import read_rows
 for source in json.loads(sys.argv[1]):
     streams = source.pop("stream", False)

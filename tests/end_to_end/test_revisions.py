@@ -20,7 +20,7 @@ from ftcli import testing
 from ftcli.checkpoint.final import describe_other_base
 from ftcli.checkpoint.folder import read_state
 from ftcli.config.load import load_recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data.hub_commits import COMMITS, commit_of
 from ftcli.data.hub_data import hub_builder, read_hub
 from ftcli.data.revisions import commit_environment, resolve

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
 
 FIRST_ROWS = 256  # rows of a stream for its format and its preview
 USUAL_FILES = 8  # number of files that suits the usual numbers of processes

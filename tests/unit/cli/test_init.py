@@ -13,7 +13,7 @@ import pytest
 from ftcli.cli.init import write_recipe
 from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Data
+from ftcli.config.recipe_data import Data
 from ftcli.config.recipe_training import Batch, Optimizer
 from ftcli.config.task_registry import list_tasks
 from ftcli.runtime.errors import InputError

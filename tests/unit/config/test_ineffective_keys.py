@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ftcli.config.ineffective_keys import RULES, TEXT_RULES
 from ftcli.config.load import dump_recipe, key_paths, list_recipes, load_recipe, load_run_recipe
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Adapter
+from ftcli.config.recipe_model import Adapter
 from ftcli.config.yaml_document import dump_document
 from ftcli.launch.launcher import train
 from ftcli.runtime.errors import InputError
@@ -88,7 +88,8 @@ ALWAYS = {
     *("task", "seed", "precision", "output", "model", "adapter", "data", "task_options", "batch", "train"),
     *("optimizer", "schedule", "evaluate", "checkpoint", "faults", "log", "hub"),
     *("model.name", "model.trust_remote_code", "model.dropout", "model.batch_norm", "model.attn_implementation"),
-    *("model.use_liger_kernel", "model.torch_compile", "model.gradient_checkpointing", "model.activation_offloading"),
+    *("model.use_liger_kernel", "model.torch_compile", "model.cuda_graphs"),
+    *("model.gradient_checkpointing", "model.activation_offloading"),
     *(f"model.quantization.{key}" for key in ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")),
     *("adapter.type", "data.train", "data.max_bad_rows", "data.packing", "data.streaming", "data.workers"),
     *(f"data.{split}.{key}" for split in ("train", "eval") for key in ("path", "label", "columns", "max_rows")),

@@ -28,7 +28,8 @@ from ftcli.config.profile import (
 )
 from ftcli.config.profile_schema import EXPORTED_ANYWAY, REFUSED, SECTIONS, TOP
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Data, Model, Source
+from ftcli.config.recipe_data import Data, Source
+from ftcli.config.recipe_model import Model
 from ftcli.config.recipe_training import Batch, Faults, Optimizer, Train
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.resources import shipped_files, shipped_folder

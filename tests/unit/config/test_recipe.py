@@ -17,7 +17,7 @@ from ftcli.config import recipe as recipe_module
 from ftcli.config.aliases import EXPLAINED, RENAMED
 from ftcli.config.load import dump_recipe, find_recipe, key_paths, list_recipes, load_recipe, run_output
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.config.reference import SCHEMA_FILE, recipe_reference, recipe_schema
 from ftcli.config.task_registry import find_task, list_tasks
 from ftcli.config.yaml_document import read_document

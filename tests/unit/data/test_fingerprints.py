@@ -18,7 +18,7 @@ from PIL import Image
 
 from ftcli import testing
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.config.task_registry import FROM_FILE
 from ftcli.data import cache_key
 from ftcli.data.cache import PreparedRows, prepare_rows

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from safetensors.numpy import save_file
 
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.config.yaml_document import dump_document
 from ftcli.data.sources import read_rows
 from ftcli.launch.preflight import check_inputs

@@ -16,7 +16,7 @@ import pytest
 
 from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data import hub_files
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.data.cached_counts import cached_row_counts

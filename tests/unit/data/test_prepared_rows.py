@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ftcli import testing
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.data.encode import PARALLEL_FROM, encode_source, encoded_files
 from ftcli.data.sources import check_source, first_columns

@@ -13,7 +13,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data.row_counts import count_rows
 from ftcli.data.sources import read_rows
 from ftcli.launch.preflight import check_inputs

@@ -11,7 +11,7 @@ from datasets import Dataset, Features, Json, List, Value
 
 from ftcli import testing
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data.cache import prepare_rows
 from ftcli.data.streaming.corpus import open_source
 from ftcli.data.table_nulls import absent_keys

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data.arrow_tables import build_dataset
 from ftcli.data.formats import convert
 from ftcli.data.sources import check_source, first_columns, read_rows

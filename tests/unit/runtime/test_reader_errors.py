@@ -15,7 +15,7 @@ from ftcli.__main__ import main
 from ftcli.config.load import load_recipe
 from ftcli.config.plan import derive_batches
 from ftcli.config.profile import load_profile
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.config.yaml_document import MOST_DEPTH, parse_document, parse_value, read_document
 from ftcli.data.hub_data import explain_hub_errors
 from ftcli.data.image_folders import image_files, walk_images

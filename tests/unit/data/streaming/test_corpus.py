@@ -15,7 +15,7 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data.streaming.corpus import (
     check_corpus,
     columns_of_stream,

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ftcli import testing
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.data.label_names import check_class_names, decode_class_names
 from ftcli.data.mixture import SourceRows, survey_sources

@@ -18,7 +18,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_inputs import Source
+from ftcli.config.recipe_data import Source
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.data.cached_counts import cached_row_counts
 from ftcli.data.image_folders import folder_digest, image_files

@@ -81,7 +81,7 @@ def test_collate_adds_the_source_of_each_loss_value(item: str, expected: list[in
 
 
 def test_labels_of_two_sources_of_one_name_are_refused() -> None:
-    from ftcli.config.recipe_inputs import Source
+    from ftcli.config.recipe_data import Source
 
     double = [Source(path="a/x.jsonl", label="chats"), Source(path="chats.jsonl")]
     with pytest.raises(InputError, match="two sources of data have the name 'chats'"):

@@ -103,7 +103,7 @@ def _train_until_undone(run: Run, turn: int) -> Iterator[Step]:
             items=message.items,
             samples=message.digest % 2**64,
             rows=message.rows,
-            data_seconds=done.seconds,
+            data_seconds=done.wait.seconds(),
             stop=window is not None and window.message().stop_requests > 0,  # the newest message of all ranks
             loss_tensor=means.loss,
             norm_tensor=norm,

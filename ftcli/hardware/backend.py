@@ -32,10 +32,12 @@ class Backend:
         sync_every_micro_batch: Whether gradients are summed over the ranks after each micro-batch. If False, they are
             summed once per accumulation window.
         replaces_shards: Whether the model is whole on each process although the profile shards models.
+        has_whole_weights: Whether each process has all weights, which stay at the same place in memory.
     """
 
     sync_every_micro_batch: ClassVar[bool] = False
     replaces_shards: ClassVar[bool] = False
+    has_whole_weights: ClassVar[bool] = False
 
     # Before there is an Accelerator
 

@@ -38,6 +38,8 @@ PENDING_WORKS = declare(
 class DDP(Backend):
     """DistributedDataParallel. With one process, Accelerate does not wrap the model."""
 
+    has_whole_weights: ClassVar[bool] = True
+
     def accelerator_options(self) -> dict[str, Any]:
         """Return the options of DistributedDataParallel.
 

@@ -17,7 +17,7 @@ TITLES = {
     "loss": "Loss per item",
     "grad_norm": "Gradient norm before clipping",
     "learning_rate": "Learning rate",
-    "data_wait_share": "Share of the time that process 0 waited for rows",
+    "data_wait_share": "Share of the time that process 0, on a GPU its device, waited for rows",
     "peak_memory_gb": "Highest memory use of process 0 so far, in GB",
     "rows_per_second": "Rows per second",
     "tokens_per_second": "Tokens per second",

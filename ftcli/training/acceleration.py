@@ -22,6 +22,7 @@ from ftcli.models.kernels.activation_checkpointing import can_recompute, enable_
 from ftcli.models.kernels.activation_offloading import offload_activations
 from ftcli.models.kernels.channels_last import use_channels_last
 from ftcli.models.kernels.compile import compile_layers
+from ftcli.models.kernels.cuda_graphs import use_cuda_graphs
 from ftcli.models.kernels.float8 import multiply_in_float8
 from ftcli.models.kernels.liger import liger_problem, use_liger
 from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
@@ -109,6 +110,7 @@ def accelerate_model(
        compilation is chosen first, as if nothing were recomputed.
     2. Compilation is chosen for good, because it cannot be combined with selective recomputation.
     3. Kernels replace parts of the layers. Layers are compiled last, because a graph contains the layer as it is then.
+       CUDA graphs capture the whole model in the first step.
     4. The backend makes the model compute in the recipe's precision. The optimizer is built for the result.
 
     Args:
@@ -152,6 +154,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         InputError: The recipe asks for a kernel that this model or machine cannot use.
     """
     device_type = hardware.accelerator.device.type
+    places = {"is_whole": hardware.backend.has_whole_weights, "processes": hardware.ranks.world}
     share_casts(model)
     leave_adapter_inputs(model, recipe)
     return [
@@ -160,6 +163,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         *tile_mlps(model, recipe, recomputed, has_hooks=not hardware.may_compile(model)),
         *use_channels_last(model, device_type),
         *compile_layers(model, recipe, recomputed),
+        *use_cuda_graphs(model, recipe, device_type, recomputed=recomputed, **places),
     ]
 
 

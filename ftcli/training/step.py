@@ -44,7 +44,7 @@ class Step:
     items: int  # what the loss is a mean over: items of the whole global batch
     samples: int  # digest of the ids of the rows that were really delivered, over all ranks
     rows: int
-    data_seconds: float  # time this process waited for its rows
+    data_seconds: float  # time this process, or its GPU, waited for its rows
     stop: bool  # a rank has a stop request
     loss_tensor: torch.Tensor
     norm_tensor: torch.Tensor

@@ -7,7 +7,6 @@ no task, model or hardware.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +19,7 @@ from ftcli.runtime.errors import InputError
 from ftcli.runtime.seeds import PADDING, digest
 from ftcli.tasks.protocol import has_first_pass
 from ftcli.training.batches.prefetch import DevicePrefetcher
+from ftcli.training.batches.row_wait import RowWait
 
 if TYPE_CHECKING:
     from ftcli.tasks.protocol import Batch
@@ -69,7 +69,7 @@ class AccumulationWindow:
     ids: list[np.ndarray]  # of the rows of each micro-batch
     sums: Callable[[], list[int]]  # waits for the sums over ranks, in the order of `ControlMessage`
     lengths: MessageLengths
-    seconds: float
+    wait: RowWait
     first_batches: Iterator[Batch] = field(default_factory=lambda: iter(()))  # the same batches, for a first pass
 
     def message(self) -> ControlMessage:
@@ -82,7 +82,7 @@ def windows(run: Run) -> Iterator[AccumulationWindow]:
     batches, prefetcher = iter(run.train_loader), DevicePrefetcher(run.hardware.accelerator.device)
     lengths, rank = MessageLengths.of(run), run.hardware.ranks.rank
     for step in range(run.first_step, run.steps):
-        started = time.perf_counter()
+        wait = RowWait(prefetcher.device)
         window = list(itertools.islice(batches, run.passes_of(step)))
         parts = [batch.pop("sample_ids").numpy() for batch in window]
         ids = np.concatenate(parts)
@@ -95,7 +95,8 @@ def windows(run: Run) -> Iterator[AccumulationWindow]:
         message += run.stream.tally() if run.stream else []
         on_device = prefetcher.ahead(window)
         sums = run.hardware.ranks.sum_later(message)
-        accumulation = AccumulationWindow(on_device, parts, sums, lengths, time.perf_counter() - started)
+        wait.end()
+        accumulation = AccumulationWindow(on_device, parts, sums, lengths, wait)
         if lengths.rows_by_rank:
             accumulation.first_batches, accumulation.batches = on_device, _again(prefetcher, window)
         yield accumulation

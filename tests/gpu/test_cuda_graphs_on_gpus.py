@@ -1,0 +1,105 @@
+"""Passes replayed as CUDA graphs give the outputs, gradients and running statistics of passes without graphs."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ftcli.models.kernels.channels_last import use_channels_last
+from ftcli.models.kernels.cuda_graphs import CapturedPass
+from ftcli.training.batches.row_wait import RowWait
+
+from ..unit.models.kernels.test_cuda_graphs import resnet, vit
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(autouse=True)
+def deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def in_both_ways(make: Any) -> tuple[nn.Module, nn.Module]:
+    plain = make().cuda()
+    captured = copy.deepcopy(plain)
+    for model in (plain, captured):
+        use_channels_last(model, "cuda")
+    captured.forward = CapturedPass(captured)
+    return plain, captured
+
+
+def train(model: nn.Module, images: list[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return the losses of micro-batches whose gradients add up."""
+    losses = []
+    for batch in images:
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            logits = model(pixel_values=batch).logits
+        loss = nn.functional.cross_entropy(logits.float(), torch.arange(len(batch), device="cuda") % 3)
+        loss.backward()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    return found | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("make", [resnet, vit])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_replayed_passes_equal_passes_without_graphs(make: Any, dtype: torch.dtype | None) -> None:
+    size = 32 if make is resnet else 16
+    steps = [[torch.randn(rows, 3, size, size, device="cuda") for rows in (6, 6, 4)] for _ in range(3)]
+    plain, captured = in_both_ways(make)
+    for images in steps:
+        expected, actual = train(plain, images, dtype), train(captured, images, dtype)
+        assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
+        wanted = state(plain)
+        assert len(wanted) > 5
+        for name, value in state(captured).items():
+            assert value.equal(wanted[name]), name
+        for model in (plain, captured):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight -= 0.1 * weight.grad
+                    weight.grad = None
+    for model in (plain, captured):
+        model.eval()
+    assert captured(pixel_values=steps[0][0]).logits.equal(plain(pixel_values=steps[0][0]).logits)
+
+
+def test_a_second_forward_pass_before_the_backward_pass_runs_without_graphs() -> None:
+    images = [torch.randn(6, 3, 32, 32, device="cuda") for _ in range(2)]
+    plain, captured = in_both_ways(resnet)
+    train(plain, images[:1])
+    train(captured, images[:1])
+    for model in (plain, captured):
+        (model(pixel_values=images[0]).logits.sum() * model(pixel_values=images[1]).logits.mean()).backward()
+    wanted = state(plain)
+    assert all(value.equal(wanted[name]) for name, value in state(captured).items())
+
+
+def test_two_backward_passes_of_a_window_do_not_share_memory_with_the_graph() -> None:
+    images = torch.randn(6, 3, 32, 32, device="cuda")
+    _, captured = in_both_ways(resnet)
+    train(captured, [images])
+    first = {name: weight.grad.clone() for name, weight in captured.named_parameters()}
+    train(captured, [images])
+    for name, weight in captured.named_parameters():
+        assert weight.grad.equal(2 * first[name]), name
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_row_wait_counts_only_the_time_in_which_the_gpu_is_idle(is_busy: bool) -> None:
+    torch.cuda.synchronize()
+    if is_busy:
+        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    wait = RowWait(torch.device("cuda", torch.cuda.current_device()))
+    time.sleep(0.2)
+    wait.end()
+    assert wait.seconds() < 0.01 if is_busy else 0.19 < wait.seconds() < 0.3

@@ -78,6 +78,8 @@ def _problem(model: nn.Module, recipe: Recipe, device: str, *, recomputed: str, 
         return "it cannot be combined with the memory saving of this run"
     if recipe.model.batch_norm == "sync":
         return "batch_norm: sync exchanges statistics within a pass"
+    if any("BatchNorm" in type(module).__name__ and module.momentum is None for module in model.modules()):
+        return "a batch norm without momentum reads its number of steps from the device"
     if any(_dropout_rates(model)):
         return "the model has dropout, whose random numbers a graph would not draw from the seed of a step"
     return None

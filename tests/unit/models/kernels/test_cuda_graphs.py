@@ -86,6 +86,13 @@ def test_models_with_dropout_are_not_captured(rate: str) -> None:
     assert not chosen(with_module)
 
 
+def test_batch_norms_without_momentum_are_not_captured() -> None:
+    model = resnet()
+    next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d)).momentum = None
+    with pytest.raises(InputError, match="batch norm without momentum"):
+        chosen(model, model={"cuda_graphs": True})
+
+
 def test_passes_on_the_host_and_evaluations_run_as_they_are() -> None:
     model, images = resnet(), torch.randn(2, 3, 32, 32)
     expected = model(pixel_values=images).logits

@@ -150,6 +150,8 @@ two_lora() { # adapters of 8B on one GPU and two, without flash-attn
     more lora_one 150 "${at[@]}" "${best[@]}"
     more lora_ddp_bare 150 "${at[@]}" --profile ddp --processes 2 --peer bare
     more lora_ddp 150 "${at[@]}" --profile ddp --processes 2 "${best[@]}"
+    # With Liger's loss this loop fails: "aten.mm.out got mixed torch.Tensor and DTensor".
+    more lora_fsdp_bare 150 "${at[@]}" --profile fsdp --processes 2 --peer bare --set liger=0 --label "without Liger"
     more lora_fsdp 200 "${at[@]}" --profile fsdp --processes 2 "${best[@]}"
     more lora_fsdp_sharded 150 "${at[@]}" --profile fsdp --processes 2 "${best[@]}" \
         --label "extras, frozen weights sharded" --set model.shard_frozen=true

@@ -67,7 +67,7 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
     recipe, _, rows, micro_size = MODELS[model]
     profile = "single" if processes == 1 else "ddp"
     cores = (parsed.cores_per_gpu or (os.cpu_count() or 1) // processes) * processes
-    output = folder / f"{model}-{images.name}-{processes}-cores-{cores}"
+    output = folder / "-".join([model, images.name, str(processes), "cores", str(cores), *parsed.set])
     values = {
         "data.train": images,
         "data.eval": "null",
@@ -86,8 +86,8 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
     line = [sys.executable, "-m", "ftcli", "train", recipe, "--profile", profile, "--output", str(output)]
     line += ["--num-processes", str(processes)] if processes > 1 else []
     line += ["--cpu"] if parsed.cpu else []
-    for key, value in values.items():
-        line += ["--set", f"{key}={value}"]
+    for setting in [f"{key}={value}" for key, value in values.items()] + parsed.set:
+        line += ["--set", setting]
     if parsed.cores_per_gpu:
         line = ["taskset", "--cpu-list", f"0-{cores - 1}", *line]
     done = subprocess.run(line, capture_output=True, text=True)
@@ -102,6 +102,7 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
         "images": images.name,
         "processes": processes,
         "cores": cores,
+        "settings": parsed.set,
         "images a second": statistics.harmonic_mean(row["rows_per_second"] for row in steady),
         "median": statistics.median(row["rows_per_second"] for row in steady),
         "data wait": statistics.fmean((row["data_wait_share"] for row in steady), weights=times),
@@ -127,6 +128,9 @@ def main() -> None:
         "--cores-per-gpu",
         type=int,
         help="cores that a run may use for each process, as where a scheduler divides machines; absent: all cores",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], help="KEY=VALUE of the recipe, such as model.cuda_graphs=true"
     )
     parser.add_argument("--facts", type=Path, help="file that receives a JSON line for each run")
     parser.add_argument("--cpu", action="store_true")

@@ -84,6 +84,16 @@ def test_a_second_forward_pass_before_the_backward_pass_runs_without_graphs() ->
     assert all(value.equal(wanted[name]) for name, value in state(captured).items())
 
 
+def test_weights_whose_memory_was_replaced_are_used() -> None:
+    images = [torch.randn(6, 3, 32, 32, device="cuda")]
+    plain, captured = in_both_ways(resnet)
+    for model in (plain, captured):
+        train(model, images)
+        weight = next(model.parameters())
+        weight.data = 2 * weight.data
+    assert train(captured, images)[0].equal(train(plain, images)[0])
+
+
 def test_two_backward_passes_of_a_window_do_not_share_memory_with_the_graph() -> None:
     images = torch.randn(6, 3, 32, 32, device="cuda")
     _, captured = in_both_ways(resnet)

@@ -5,8 +5,9 @@ to compute. Beside busy loader processes it needs longer, and the device waits. 
 once. It repeats the same kernels on the same addresses, so results are equal in all bits. It fits images because all
 micro-batches have the same shape.
 
-The first micro-batch is captured: one graph for the forward pass, one for the backward pass. Micro-batches of another
-shape, evaluation, and a second forward pass before the backward pass of the first run as without graphs.
+The first micro-batch is captured: one graph for the forward pass, one for the backward pass. These run as without
+graphs: micro-batches of another shape, evaluation, a second forward pass before the backward pass of the first, and all
+passes after the memory of a weight was replaced.
 PyTorch's `torch.cuda.make_graphed_callables` cannot add gradients of several micro-batches, because the gradient of a
 weight then is the memory that the next replay overwrites.
 """
@@ -120,7 +121,7 @@ class CapturedPass:
         if self.shapes is None:
             self._capture(kwargs)
             self.shapes = shapes
-        if shapes != self.shapes:
+        if shapes != self.shapes or self.places != [weight.data_ptr() for weight in self.weights]:
             return self.plain(**kwargs)
         for name, value in kwargs.items():
             self.inputs[name].copy_(value)
@@ -140,6 +141,7 @@ class CapturedPass:
         outside, so the captured pass casts all weights.
         """
         self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.places = [weight.data_ptr() for weight in self.weights]
         self.inputs = {name: value.clone() for name, value in kwargs.items()}
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # running statistics of batch norm
         dtype, is_on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers.models.detr.modeling_detr import DetrFrozenBatchNorm2d
 
+from ftcli.hardware.ddp import DDP
+from ftcli.hardware.fsdp import FSDP2
 from ftcli.models.adapters import add_adapter
 from ftcli.models.kernels.channels_last import use_channels_last
+from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny
 from ftcli.training.acceleration import use_kernels
 
@@ -188,6 +191,16 @@ def test_use_channels_last_beside_an_adapter_converts_the_convolution_that_is_ca
 
 def test_use_kernels_on_a_gpu_uses_channels_last() -> None:
     accelerator = SimpleNamespace(device=torch.device("cuda"))
-    hardware: Any = SimpleNamespace(accelerator=accelerator, may_compile=lambda model: True)
+    hardware: Any = SimpleNamespace(
+        accelerator=accelerator, may_compile=lambda model: True, backend=DDP(), ranks=SimpleNamespace(world=1)
+    )
     lines = use_kernels(network("resnet"), recipe("resnet"), hardware, "none")
     assert "convolutions in channels-last format: 12" in lines
+    assert lines[-1].startswith("CUDA graphs: ")
+    hardware.ranks.world = 2
+    assert not any("CUDA graphs" in line for line in use_kernels(network("resnet"), recipe("resnet"), hardware, "none"))
+    hardware.backend = FSDP2()
+    with pytest.raises(InputError, match="this profile shards weights"):
+        use_kernels(
+            network("resnet"), recipe("resnet", model={"name": "resnet", "cuda_graphs": True}), hardware, "none"
+        )

@@ -91,11 +91,10 @@ class Model(Section):
         "start. Evaluation is not compiled. null: on GPUs in half precision, if the architecture is supported and the "
         f"run is long enough to gain time; the log states the choice. {MACHINE_HINT}",
     )
-    cuda_graphs: bool | None = Field(
-        None,
-        description="Replay forward and backward passes as CUDA graphs, which spares the host the launch of each "
-        "kernel. For models whose weights are all trained, on one GPU or under ddp, without dropout and "
-        f"torch_compile. null: for ResNet on one GPU, if the run allows it. {MACHINE_HINT}",
+    cuda_graphs: bool = Field(
+        False,
+        description="Replay the passes of an image model as CUDA graphs, which spares the host the launch of each "
+        f"kernel. For one GPU, all weights trained, without dropout and torch_compile. {MACHINE_HINT}",
     )
     gradient_checkpointing: Annotated[
         Literal["auto", "none", "selective", "full", "tiled"], BeforeValidator(_checkpointing_mode)

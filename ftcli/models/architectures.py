@@ -56,8 +56,6 @@ class Architecture:
         norms_queries: Whether queries and keys pass norms.
         norms_outputs: Whether the outputs of attention and of the feed-forward pass norms.
         ties_head: Whether the head is the table of embeddings, if the configuration leaves it open.
-        captures_passes: Whether training passes are replayed as CUDA graphs by default. The model must launch the same
-            kernels for all inputs of one shape, and must not read a value from the device.
     """
 
     packed_attention: str | None = None
@@ -72,7 +70,6 @@ class Architecture:
     norms_queries: bool = False
     norms_outputs: bool = False
     ties_head: bool = False
-    captures_passes: bool = False
 
     @property
     def tiles_mlp(self) -> bool:
@@ -194,7 +191,6 @@ ARCHITECTURES = {
         ties_head=True,
     ),
     "vit": Architecture(cast_norms=("layernorm_before",), lacks_gate=True),
-    "resnet": Architecture(captures_passes=True),
     **dict.fromkeys(
         ("bert", "distilbert", "electra", "albert"),
         Architecture(learned_positions=LearnedPositions("max_position_embeddings"), lacks_gate=True, ties_head=True),

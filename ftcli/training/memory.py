@@ -191,7 +191,9 @@ def find_micro_batch_size(recipe: Recipe, meter_of: Callable[[], Meter], trial: 
     Raises:
         InputError: One row does not fit.
     """
-    result = _measure_run(trial(with_micro_size(recipe, 1)), meter_of)
+    # A replayed pass allocates nothing, so nothing could be measured.
+    no_graphs = recipe.model_copy(update={"model": recipe.model.model_copy(update={"cuda_graphs": False})})
+    result = _measure_run(trial(with_micro_size(no_graphs, 1)), meter_of)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

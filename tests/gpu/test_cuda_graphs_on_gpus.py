@@ -54,7 +54,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_replayed_passes_equal_passes_without_graphs(make: Any, dtype: torch.dtype | None) -> None:
     size = 32 if make is resnet else 16
-    steps = [[torch.randn(rows, 3, size, size, device="cuda") for rows in (6, 6, 4)] for _ in range(3)]
+    steps = [[torch.randn(rows, 3, size, size, device="cuda") for rows in (6, 6, 6, 4)] for _ in range(3)]
     plain, captured = in_both_ways(make)
     for images in steps:
         expected, actual = train(plain, images, dtype), train(captured, images, dtype)
@@ -76,8 +76,8 @@ def test_replayed_passes_equal_passes_without_graphs(make: Any, dtype: torch.dty
 def test_a_second_forward_pass_before_the_backward_pass_runs_without_graphs() -> None:
     images = [torch.randn(6, 3, 32, 32, device="cuda") for _ in range(2)]
     plain, captured = in_both_ways(resnet)
-    train(plain, images[:1])
-    train(captured, images[:1])
+    for model in (plain, captured):
+        train(model, images[:1] * 3)
     for model in (plain, captured):
         (model(pixel_values=images[0]).logits.sum() * model(pixel_values=images[1]).logits.mean()).backward()
     wanted = state(plain)
@@ -85,18 +85,21 @@ def test_a_second_forward_pass_before_the_backward_pass_runs_without_graphs() ->
 
 
 def test_weights_whose_memory_was_replaced_are_used() -> None:
-    images = [torch.randn(6, 3, 32, 32, device="cuda")]
+    images = [torch.randn(6, 3, 32, 32, device="cuda")] * 3
     plain, captured = in_both_ways(resnet)
     for model in (plain, captured):
         train(model, images)
         weight = next(model.parameters())
         weight.data = 2 * weight.data
-    assert train(captured, images)[0].equal(train(plain, images)[0])
+    assert train(captured, images)[2].equal(train(plain, images)[2])
 
 
 def test_two_backward_passes_of_a_window_do_not_share_memory_with_the_graph() -> None:
     images = torch.randn(6, 3, 32, 32, device="cuda")
     _, captured = in_both_ways(resnet)
+    train(captured, [images] * 2)
+    assert captured.forward.captured is not None
+    captured.zero_grad()
     train(captured, [images])
     first = {name: weight.grad.clone() for name, weight in captured.named_parameters()}
     train(captured, [images])
@@ -113,3 +116,17 @@ def test_row_wait_counts_only_the_time_in_which_the_gpu_is_idle(is_busy: bool) -
     time.sleep(0.2)
     wait.end()
     assert wait.seconds() < 0.01 if is_busy else 0.19 < wait.seconds() < 0.3
+
+
+def test_hooks_of_weights_run_once_and_dropped_outputs_do_not_count() -> None:
+    images = torch.randn(6, 3, 32, 32, device="cuda")
+    plain, captured = in_both_ways(resnet)
+    for model in (plain, captured):
+        for weight in model.parameters():
+            weight.register_hook(lambda gradient: 0.5 * gradient)
+        train(model, [images] * 2)
+        model(pixel_values=images)
+        train(model, [images])
+    assert captured.forward._can_replay({"pixel_values": images})
+    wanted = state(plain)
+    assert all(value.equal(wanted[name]) for name, value in state(captured).items())

@@ -189,18 +189,16 @@ def test_use_channels_last_beside_an_adapter_converts_the_convolution_that_is_ca
     assert seen["inputs"] == [True] * 12
 
 
-def test_use_kernels_on_a_gpu_uses_channels_last() -> None:
-    accelerator = SimpleNamespace(device=torch.device("cuda"))
+def test_use_kernels_on_a_gpu_uses_channels_last_and_cuda_graphs() -> None:
+    accelerator, graphs = SimpleNamespace(device=torch.device("cuda")), {"name": "resnet", "cuda_graphs": True}
     hardware: Any = SimpleNamespace(
         accelerator=accelerator, may_compile=lambda model: True, backend=DDP(), ranks=SimpleNamespace(world=1)
     )
     lines = use_kernels(network("resnet"), recipe("resnet"), hardware, "none")
-    assert "convolutions in channels-last format: 12" in lines
-    assert lines[-1].startswith("CUDA graphs: ")
-    hardware.ranks.world = 2
-    assert not any("CUDA graphs" in line for line in use_kernels(network("resnet"), recipe("resnet"), hardware, "none"))
+    assert "convolutions in channels-last format: 12" in lines and not any("CUDA graphs" in line for line in lines)
+    assert use_kernels(network("resnet"), recipe("resnet", model=graphs), hardware, "none")[-1].startswith(
+        "CUDA graphs"
+    )
     hardware.backend = FSDP2()
     with pytest.raises(InputError, match="this profile shards weights"):
-        use_kernels(
-            network("resnet"), recipe("resnet", model={"name": "resnet", "cuda_graphs": True}), hardware, "none"
-        )
+        use_kernels(network("resnet"), recipe("resnet", model=graphs), hardware, "none")

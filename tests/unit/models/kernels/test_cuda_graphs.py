@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 from torch import nn
 
 from ftcli.config.recipe import Recipe
-from ftcli.models.kernels.cuda_graphs import CapturedPass, use_cuda_graphs
+from ftcli.models.kernels.cuda_graphs import (
+    CapturedPass,
+    _gradients,
+    _leaves_of_their_own,
+    _tensors_of,
+    use_cuda_graphs,
+)
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny
 
@@ -51,12 +58,13 @@ def chosen(
     return bool(lines)
 
 
-def test_resnets_are_captured_on_one_gpu_and_others_if_the_recipe_asks_for_it() -> None:
-    assert chosen(resnet()) and chosen(resnet(), model={"batch_norm": "train"})
-    assert not chosen(resnet(), model={"cuda_graphs": False})
-    asked = {"cuda_graphs": True}
-    assert not chosen(vit()) and chosen(vit(), model=asked)
-    assert not chosen(resnet(), processes=2) and chosen(resnet(), processes=2, model=asked)
+GRAPHS = {"cuda_graphs": True}
+
+
+def test_image_models_are_captured_if_the_recipe_asks_for_it() -> None:
+    assert not chosen(resnet()) and not chosen(vit())
+    assert chosen(resnet(), model=GRAPHS) and chosen(vit(), model=GRAPHS)
+    assert chosen(resnet(), model=GRAPHS | {"batch_norm": "train"})
 
 
 @pytest.mark.parametrize(
@@ -64,38 +72,71 @@ def test_resnets_are_captured_on_one_gpu_and_others_if_the_recipe_asks_for_it() 
     [
         ({"device": "cpu"}, "needs an NVIDIA GPU"),
         ({"whole": False}, "this profile shards weights"),
+        ({"processes": 2}, "several processes"),
         ({"recomputed": "full"}, "memory saving"),
-        ({"model": {"torch_compile": True}}, "torch_compile"),
-        ({"model": {"batch_norm": "sync"}}, "exchanges statistics"),
+        ({"model": GRAPHS | {"torch_compile": True}}, "torch_compile"),
+        ({"model": GRAPHS | {"batch_norm": "sync"}}, "exchanges statistics"),
         ({"adapter": {"type": "lora"}}, "without an adapter"),
     ],
 )
-def test_runs_that_cannot_be_captured_say_why_if_the_recipe_asks_for_it(how: dict[str, Any], why: str) -> None:
-    assert not chosen(resnet(), **how)
-    how = {**how, "model": {**how.get("model", {}), "cuda_graphs": True}}
+def test_runs_that_cannot_be_captured_say_why(how: dict[str, Any], why: str) -> None:
     with pytest.raises(InputError, match=f"model.cuda_graphs: .*{why}"):
-        chosen(resnet(), **how)
+        chosen(resnet(), **({"model": GRAPHS} | how))
 
 
 @pytest.mark.parametrize("rate", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
 def test_models_with_dropout_are_not_captured(rate: str) -> None:
-    with pytest.raises(InputError, match="the model has dropout"):
-        chosen(vit(**{rate: 0.1}), model={"cuda_graphs": True})
     with_module = resnet()
     with_module.add_module("last", nn.Dropout(0.5))
-    assert not chosen(with_module)
+    for model in (vit(**{rate: 0.1}), with_module):
+        with pytest.raises(InputError, match="the model has dropout"):
+            chosen(model, model=GRAPHS)
 
 
 def test_batch_norms_without_momentum_are_not_captured() -> None:
     model = resnet()
     next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d)).momentum = None
     with pytest.raises(InputError, match="batch norm without momentum"):
-        chosen(model, model={"cuda_graphs": True})
+        chosen(model, model=GRAPHS)
+
+
+def test_models_of_texts_are_not_captured() -> None:
+    model = build_tiny("BertForSequenceClassification", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    with pytest.raises(InputError, match="only input are images"):
+        chosen(model, model=GRAPHS)
 
 
 def test_passes_on_the_host_and_evaluations_run_as_they_are() -> None:
     model, images = resnet(), torch.randn(2, 3, 32, 32)
     expected = model(pixel_values=images).logits
-    assert chosen(model)
-    assert model(pixel_values=images).logits.equal(expected) and model(images).logits.equal(expected)
-    assert model.forward.shapes is None
+    assert chosen(model, model=GRAPHS)
+    assert list(inspect.signature(model.forward).parameters)[0] == "pixel_values"
+    for _ in range(3):
+        assert model(pixel_values=images).logits.equal(expected) and model(images).logits.equal(expected)
+    assert model.forward.captured is None
+
+
+def test_leaves_of_their_own_share_memory_with_the_weights_and_take_no_hooks() -> None:
+    model, images = resnet(), torch.randn(2, 3, 32, 32)
+    model.tied = model.classifier[1]
+    before = list(model.parameters())
+    for weight in before:
+        weight.register_hook(lambda gradient: 3 * gradient)
+    with _leaves_of_their_own(model) as pairs:
+        assert [weight for weight, _ in pairs] == before and model.tied.weight is model.classifier[1].weight
+        assert all(leaf is not weight and leaf.data_ptr() == weight.data_ptr() for weight, leaf in pairs)
+        outputs = list(_tensors_of(model(pixel_values=images)).values())
+        found = _gradients(outputs, [leaf for _, leaf in pairs], [torch.ones_like(one) for one in outputs])
+    assert all(now is weight for now, weight in zip(model.parameters(), before, strict=True))
+    model(pixel_values=images).logits.sum().backward()
+    for gradient, weight in zip(found, before, strict=True):
+        assert weight.grad is not None and (3 * gradient).allclose(weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_outputs_with_other_parts_than_trained_tensors_are_refused() -> None:
+    model, images = resnet(), torch.randn(2, 3, 32, 32)
+    model.config.output_hidden_states = True
+    with pytest.raises(InputError, match="model returns ImageClassifierOutput"):
+        _tensors_of(model(pixel_values=images))
+    with pytest.raises(InputError, match="model returns Tensor"):
+        _tensors_of(images)

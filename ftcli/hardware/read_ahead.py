@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ftcli.models.files import weight_files
 from ftcli.models.frozen_weights import model_files_folder
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.machine.host_memory import HostMemoryReader
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -39,22 +40,23 @@ def read_ahead(recipe: Recipe) -> list[Thread]:
     Returns:
         The threads, which end with the process.
     """
-    import psutil
-
     try:
         folder = model_files_folder(recipe)
         files = [] if folder is None or folder in _begun else weight_files(folder)
         total = sum(path.stat().st_size for path in files)
-    except (InputError, OSError):
-        return []
-    if folder is None or not files or not LEAST_BYTES <= total <= psutil.virtual_memory().available:
+        if folder is None or not files or not LEAST_BYTES <= total <= HostMemoryReader().read().available:
+            return []
+    except (InputError, OSError, ValueError, TypeError, AttributeError):  # an index that is no index, among others
         return []
     _begun.add(folder)
     blocks, lock = chain.from_iterable(map(_blocks, files)), Lock()
     threads = [Thread(target=_read, args=(blocks, lock), name="read-ahead", daemon=True) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    return threads
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError:  # no more threads are allowed; the others read everything
+        pass
+    return [thread for thread in threads if thread.ident is not None]
 
 
 def _blocks(path: Path) -> Iterator[tuple[Path, int]]:

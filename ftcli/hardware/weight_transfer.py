@@ -8,16 +8,18 @@ each thread fills one pinned buffer while the GPU reads the other one. Python's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ftcli.runtime.log import log_line
+
 if TYPE_CHECKING:
-    from torch.cuda import Event
+    from torch.cuda import Event as CudaEvent
 
 
 THREADS = 8  # at most; each has two pinned buffers, which PyTorch keeps for later
@@ -42,7 +44,7 @@ class PinnedLane:
         torch.cuda.set_device(device)  # a new thread has the first GPU, and a pinned buffer would start CUDA there
         self._stream = torch.cuda.Stream(device)
         self._buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._events: list[Event] = [torch.cuda.Event() for _ in range(2)]
+        self._events: list[CudaEvent] = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -63,6 +65,8 @@ class PinnedLane:
 def move(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model on a device, as `model.to(device)` does. The weights of a GPU are copied by several threads.
 
+    Where pinned memory or threads are scarce, one thread copies them.
+
     Args:
         model: The model. Weights that are on a device already stay there.
         device: The device.
@@ -73,9 +77,16 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
         targets = [torch.empty_like(weight.detach(), device=device) for weight in weights]
         torch.cuda.synchronize(device)  # device synchronisation: the memory of targets may still be in use
         threads = min(THREADS, max(2, torch.get_num_threads()))
-        copy_weights([weight.detach() for weight in weights], targets, lambda: PinnedLane(device), threads)
-        for weight, target in zip(weights, targets, strict=True):
-            weight.data = target
+        try:
+            copy_weights([weight.detach() for weight in weights], targets, lambda: PinnedLane(device), threads)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            del targets
+            log_line(f"weights: copied to the GPU by one thread, because several failed ({error})")
+        else:
+            for weight, target in zip(weights, targets, strict=True):
+                weight.data = target
     return model.to(device)
 
 
@@ -103,12 +114,15 @@ def copy_weights(
         targets: Contiguous tensors, on the device of the lanes.
         new_lane: Makes the lane of a thread; it is called in that thread.
         threads: Number of threads.
+
+    Raises:
+        RuntimeError: A thread could not be started, or had no pinned memory, or the device failed.
     """
-    blocks, lock = _blocks(sources, targets), Lock()
+    blocks, lock, stop = _blocks(sources, targets), Lock(), Event()
 
     def work() -> None:
         lane = new_lane()
-        while True:
+        while not stop.is_set():
             with lock:  # a generator cannot be resumed by two threads
                 block = next(blocks, None)
             if block is None:
@@ -117,8 +131,11 @@ def copy_weights(
         lane.finish()
 
     with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
-        for future in [pool.submit(work) for _ in range(threads)]:
-            future.result()
+        try:
+            for future in as_completed([pool.submit(work) for _ in range(threads)]):
+                future.result()
+        finally:  # after an error, or an interrupt, the others end with their block
+            stop.set()
 
 
 def _blocks(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -72,7 +72,8 @@ GRADIENT_MEMORY = declare(
     library="deepspeed",
     versions=">=0.19.8,<0.20",
     purpose="Frees the buffer of gradients after a step, until the next backward pass has gradients",
-    without="The buffer, 4 bytes for each element of the rank's shard, then stays in memory during the forward pass.",
+    without="The buffer, 4 bytes for each element of the rank's shard, then stays in memory during the forward pass. "
+    "Without `zero3-gradient-buffer` too, a weight that a step does not use is stepped with its last gradient.",
     alternative="None: DeepSpeed allocates the buffer once.",
     apis=(f"{STAGE_3_OPTIMIZER}.grad_partitions_flat_buffer", f"{STAGE_3_OPTIMIZER}.step"),
     measurement="../explanation/performance.md",
@@ -123,6 +124,8 @@ def hasten_step(engine: Any) -> None:
     if GRADIENT_MEMORY.is_usable():
         zero.partition_grads = partial(_allocate_and_add, zero, zero.partition_grads)
         zero.step = partial(_step_and_free, zero, zero.step)
+    elif GRADIENT_BUFFER.is_usable():  # its step divides the gradients in place
+        zero.step = partial(_step_and_clear, zero, zero.step)
     stream = zero.reduce_and_partition_stream
     is_own = stream is not None and stream.device.type == "cuda" and stream != torch.cuda.default_stream()
     if is_own and STREAM_WAITS.is_usable():
@@ -244,16 +247,31 @@ def _add_to_buffer(
 def _allocate_and_add(
     zero: Any, add: Callable[[list[Any], list[Tensor]], list[Tensor]], weights: list[Any], shards: list[Tensor]
 ) -> list[Tensor]:
-    """Allocate the buffer of gradients if it is freed, then add to it. Zeros are the gradients of unused weights."""
+    """Allocate the buffer of gradients if it is freed, then add to it."""
+    _allocate_buffer(zero)
+    return add(weights, shards)
+
+
+def _allocate_buffer(zero: Any) -> None:
+    """Allocate the buffer of gradients if it is freed. It has zeros, which are the gradients of unused weights."""
     buffer = zero.grad_partitions_flat_buffer
     if not buffer.untyped_storage().size():
         buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
         buffer.zero_()
-    return add(weights, shards)
+
+
+def _step_and_clear(zero: Any, step: Callable[[], None]) -> None:
+    """Step, then set the gradients to zero, so that an unused weight does not keep its gradient."""
+    step()
+    zero.grad_partitions_flat_buffer.zero_()
 
 
 def _step_and_free(zero: Any, step: Callable[[], None]) -> None:
-    """Step, then free the buffer of gradients when the device is done with it."""
+    """Step, then free the buffer of gradients when the device is done with it.
+
+    The buffer is still freed if no weight of this rank had a gradient. DeepSpeed reads it all the same.
+    """
+    _allocate_buffer(zero)
     step()
     buffer = zero.grad_partitions_flat_buffer
     zero.averaged_gradients = {}

@@ -250,7 +250,7 @@ def _train_window(run: Run, rows: list[Any], size: int, count: int, meter: Meter
             loss = run.loss_of(micro_batch)
             hardware.backward(loss * scale)
         del loss
-        allocated = meter.held()
+        allocated = max(allocated, meter.held())  # the last backward pass of ZeRO-3 frees the gradients
     hardware.clip_grad_norm(hardware.trained(model), run.recipe.optimizer.max_grad_norm)
     hardware.step(run.optimizer)
     return allocated

@@ -51,3 +51,15 @@ def test_before_prepare_copies_large_weights_from_pinned_memory_with_all_bits(tm
     large = [model.wide, model.odd]
     assert sum("Pinned" in name for name in copies) == sum(-(-w.nbytes // weight_transfer.BLOCK_BYTES) for w in large)
     assert sum("Pageable" in name for name in copies) <= 2, "the small weight and the buffer"
+
+
+def test_without_pinned_memory_one_thread_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("no pinned memory is left")
+
+    model = from_file(tmp_path / "a.safetensors")
+    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+    monkeypatch.setattr(weight_transfer, "PinnedLane", fails)
+    moved = weight_transfer.move(model, torch.device("cuda", torch.cuda.current_device()))
+    for name, value in moved.named_parameters():
+        assert value.is_cuda and value.cpu().equal(expected[name]), name

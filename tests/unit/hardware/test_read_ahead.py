@@ -78,6 +78,27 @@ def test_read_ahead_leaves_out_models_that_are_small_or_larger_than_the_free_mem
     assert wait(recipe) == 0, "the checks of the run report a missing shard"
 
 
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": 3}', "{"])
+def test_read_ahead_leaves_a_broken_index_to_the_checks_of_the_run(tmp_path: Path, index: str) -> None:
+    recipe = model_of(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(index)
+    assert wait(recipe) == 0
+
+
+def test_read_ahead_with_a_limit_of_threads_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+
+    def start(thread: module.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        plain(thread)
+
+    plain = module.Thread.start
+    monkeypatch.setattr(module.Thread, "start", start)
+    assert wait(model_of(tmp_path / "model")) == 1
+
+
 @pytest.mark.parametrize(("rank", "launch", "reads"), [("0", "", True), ("1", "", False), ("0", "a token", False)])
 def test_the_first_rank_of_a_machine_reads_ahead_unless_its_parent_does(
     rank: str, launch: str, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -65,6 +66,20 @@ def test_copy_weights_with_a_failing_thread_raises_its_error(lanes: list[HostLan
     weights = [torch.ones(5000)]
     with pytest.raises(RuntimeError, match="no memory is left"):
         weight_transfer.copy_weights(weights, weights, Full, threads=2)
+
+
+def test_copy_weights_ends_soon_after_a_thread_failed(lanes: list[HostLane]) -> None:
+    class First(HostLane):
+        def copy(self, source: Tensor, target: Tensor) -> None:
+            super().copy(source, target)
+            if self is lanes[0]:
+                raise RuntimeError("no memory is left")
+            time.sleep(0.005)  # a slow disk
+
+    weights = [torch.ones(250_000)]  # a thousand blocks
+    with pytest.raises(RuntimeError, match="no memory is left"):
+        weight_transfer.copy_weights(weights, [torch.zeros(250_000)], First, threads=2)
+    assert sum(lane.blocks for lane in lanes) < 500
 
 
 def test_large_weights_are_plain_contiguous_parameters_on_the_host_each_once(monkeypatch: pytest.MonkeyPatch) -> None:

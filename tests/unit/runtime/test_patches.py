@@ -129,6 +129,11 @@ def test_has_changed_names_a_function_whose_code_is_not_the_known_one() -> None:
     assert has_changed({api: "0"})() == "the code of packaging.version.Version.__init__ is not the code that was tested"
 
 
+@pytest.mark.parametrize("api", ["packaging.version:Version.no_such", "no_such_module:name", "builtins:len"])
+def test_has_changed_of_a_function_that_does_not_exist_or_has_no_text_is_a_change(api: str) -> None:
+    assert "is not the code that was tested" in (has_changed({api: "0"})() or "")
+
+
 def test_source_digest_does_not_depend_on_decorators_of_other_libraries() -> None:
     known = source_digest("packaging.version:parse")
     import packaging.version

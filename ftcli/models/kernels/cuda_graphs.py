@@ -115,6 +115,7 @@ class CapturedPass:
         plain: Its own forward function.
         last: Shape, dtype and format of the images of the last training pass; None before the first.
         captured: The same of the captured pass; None before the capture.
+        pending: Refers to the last replayed forward pass until its backward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -122,7 +123,7 @@ class CapturedPass:
         update_wrapper(self, model.forward)  # its signature too
         self.last: tuple[Any, ...] | None = None
         self.captured: tuple[Any, ...] | None = None
-        self._pending: weakref.ref[Any] | None = None
+        self.pending: weakref.ref[Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, from a replay where the images are like the captured ones."""
@@ -144,7 +145,7 @@ class CapturedPass:
         if set(kwargs) != {"pixel_values"} or not self.model.training or not torch.is_grad_enabled():
             return False
         images = kwargs["pixel_values"]
-        is_pending = self._pending is not None and self._pending() is not None
+        is_pending = self.pending is not None and self.pending() is not None
         return bool(images.is_cuda and not images.requires_grad and not is_pending)
 
     def _capture(self, images: Tensor) -> None:
@@ -222,17 +223,17 @@ def _leaves_of_their_own(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, 
     leaves: dict[nn.Parameter, nn.Parameter] = {}
     replaced = []
     for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and weight.requires_grad:
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            if weight.requires_grad:
                 replaced.append((module, name, weight))
                 leaves.setdefault(weight, nn.Parameter(weight.detach()))
     try:
         for module, name, weight in replaced:
-            module._parameters[name] = leaves[weight]
+            setattr(module, name, leaves[weight])
         yield list(leaves.items())
     finally:
         for module, name, weight in replaced:
-            module._parameters[name] = weight
+            setattr(module, name, weight)
 
 
 def _gradients(outputs: list[Tensor], leaves: list[nn.Parameter], gradients: list[Tensor]) -> list[Tensor | None]:
@@ -261,7 +262,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, passes: CapturedPass, *weights: Tensor) -> tuple[Tensor, ...]:
         """Return copies of the outputs, because the next replay overwrites them."""
         ctx.passes = passes
-        passes._pending = weakref.ref(ctx)  # it dies with the outputs, if they are dropped without a backward pass
+        passes.pending = weakref.ref(ctx)  # it dies with the outputs, if they are dropped without a backward pass
         passes.forward_graph.replay()
         return tuple(output.clone() for output in passes.outputs)
 
@@ -276,5 +277,5 @@ class _Replay(torch.autograd.Function):
         for target, gradient in zip(passes.output_gradients, gradients, strict=True):
             target.copy_(gradient)
         passes.backward_graph.replay()
-        passes._pending = None
+        passes.pending = None
         return (None, *passes.gradients)

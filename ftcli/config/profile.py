@@ -112,6 +112,13 @@ class Profile:
         return self.distributed_type == "FSDP" or (self.distributed_type == "DEEPSPEED" and self.is_stage_3)
 
     @property
+    def reads_weights_once(self) -> bool:
+        """Whether one process reads the weights and sends them to all others."""
+        if self.distributed_type == "FSDP":
+            return (self.values.get("fsdp_config") or {}).get("fsdp_cpu_ram_efficient_loading") is True
+        return self.is_stage_3 and (self.values.get("deepspeed_config") or {}).get("zero3_init_flag") is True
+
+    @property
     def change_to_gather_once(self) -> str | None:
         """The key and value by which weights are gathered once for a micro-batch; None if no key does this."""
         section = self.values.get("fsdp_config") or {}

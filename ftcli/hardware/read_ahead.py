@@ -6,16 +6,19 @@ never imports torch, so that the process that starts the ranks can use it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
+from ftcli.config.profile import profile_of_process
 from ftcli.models.files import weight_files
 from ftcli.models.frozen_weights import model_files_folder
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.machine.host_memory import HostMemoryReader
+from ftcli.runtime.process import current_rank, has_ftcli_parent, local_rank
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -25,6 +28,16 @@ THREADS = 4  # a disk of a server reads several requests at once
 BLOCK_BYTES = 4 << 20
 LEAST_BYTES = 256 << 20  # of all files; smaller models are read within a fraction of a second
 _begun: set[Path] = set()  # folders; trial runs that look for the largest micro-batch read the same one again
+
+
+def reads_ahead() -> bool:
+    """Return whether this process reads weight files ahead: the first of each machine on which a process reads them.
+
+    A parent process has begun to read before it started this process.
+    """
+    if local_rank() != 0 or has_ftcli_parent():
+        return False
+    return current_rank() == 0 or not profile_of_process(os.environ).reads_weights_once
 
 
 def read_ahead(recipe: Recipe) -> list[Thread]:

@@ -208,7 +208,8 @@ def _launch_workers(
     if machines.rank == 0:
         folder.claim(resuming=options.resuming)
     resolved = resolve(config, None if options.start is None else read_state(options.start))
-    read_ahead(resolved.recipe)
+    if machines.rank == 0 or not profile.reads_weights_once:
+        read_ahead(resolved.recipe)
     with recipe_for_workers(recipe, overrides, config, folder, machines) as recipe_arguments:
         launch(
             ["train", *recipe_arguments, *options.arguments],

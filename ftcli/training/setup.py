@@ -20,13 +20,13 @@ from ftcli.config.plan import shorten_for_dry_run
 from ftcli.config.recipe import Recipe
 from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
-from ftcli.hardware.read_ahead import read_ahead
+from ftcli.hardware.read_ahead import read_ahead, reads_ahead
 from ftcli.models.helper_models import check_helpers, helper_digests
 from ftcli.models.positions import check_lengths
 from ftcli.models.token_ids import check_token_ids
 from ftcli.models.trained_on import check_trained_on, differences, identity_of
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.process import has_ftcli_parent, has_rank, local_rank
+from ftcli.runtime.process import has_ftcli_parent, has_rank
 from ftcli.runtime.process_settings import owns_settings
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.runtime.seeds import seed_of
@@ -235,7 +235,7 @@ def _read_start(
     checkpoint = None if resume is None else Path(resume)
     state = None if checkpoint is None else read_state(checkpoint)
     resolved = resolve(requested, state)
-    if local_rank() == 0 and not has_ftcli_parent():  # a parent has begun before it started this process
+    if reads_ahead():
         read_ahead(resolved.recipe)
     base, model = identity_of(resolved.recipe), resolved.recipe.model
     helpers = helper_digests(resolved.recipe)

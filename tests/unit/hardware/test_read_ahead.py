@@ -11,7 +11,7 @@ import pytest
 
 from ftcli.config.recipe import Recipe
 from ftcli.hardware import read_ahead as module
-from ftcli.hardware.read_ahead import read_ahead
+from ftcli.hardware.read_ahead import read_ahead, reads_ahead
 
 from ...support.recipes import minimal_values
 
@@ -128,6 +128,17 @@ def test_the_parent_reads_ahead_before_it_starts_the_ranks(tmp_path: Path, monke
     monkeypatch.setattr(launcher, "launch", lambda *_, **__: seen.append(model in module._begun))
     launcher.train(Recipe.model_validate(values), "single", cpu=True, output=tmp_path / "run")
     assert seen == [True]
+
+
+@pytest.mark.parametrize(("profile", "once"), [("ddp", False), ("hsdp", False), ("fsdp", True), ("zero3", True)])
+def test_the_first_rank_of_another_machine_reads_ahead_only_if_it_reads_the_weights(
+    profile: str, once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LOCAL_RANK": "0", "RANK": "2", "WORLD_SIZE": "4", "FTCLI_PROFILE": profile}.items():
+        monkeypatch.setenv(name, value)
+    assert reads_ahead() == (not once)
+    monkeypatch.setenv("RANK", "0")
+    assert reads_ahead()
 
 
 @pytest.mark.parametrize("name", ["someone/model", "./missing"])

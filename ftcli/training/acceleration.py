@@ -110,7 +110,7 @@ def accelerate_model(
        compilation is chosen first, as if nothing were recomputed.
     2. Compilation is chosen for good, because it cannot be combined with selective recomputation.
     3. Kernels replace parts of the layers. Layers are compiled last, because a graph contains the layer as it is then.
-       CUDA graphs capture the whole model in the first step.
+       CUDA graphs capture the whole model later, when two micro-batches have had the same shape.
     4. The backend makes the model compute in the recipe's precision. The optimizer is built for the result.
 
     Args:

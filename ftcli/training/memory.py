@@ -232,7 +232,7 @@ def _measure_run(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, str, str
 def _train_window(run: Run, rows: list[Any], size: int, count: int, meter: Meter) -> int:
     """Make one optimizer step of `count` micro-batches of `size` rows, as the loop does.
 
-    Returns the bytes that are allocated after the last backward pass: weights, gradients and optimizer state.
+    Returns the most bytes that are allocated after a backward pass: weights, gradients and optimizer state.
     """
     hardware, model = run.hardware, run.model
     batch: Batch = Collate(run.task)(rows[:size])

@@ -15,14 +15,19 @@ from ftcli.runtime.errors import InputError
 from ftcli.training.batches.passes import RowSizes
 from ftcli.training.memory import (
     RESULT_FILE,
+    _longest_rows,
     _read_result,
     _repeat_tokens,
+    _train_window,
     choose_micro_batch_size,
+    find_micro_batch_size,
     with_micro_size,
 )
 from ftcli.training.setup import prepare
 from ftcli.training.size_search import largest_that_fits
 
+from ...support.cells import cell
+from ...support.runner import MakeInputs
 from ..models.test_memory_estimate import recipe
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 24]
@@ -83,6 +88,38 @@ def test_with_micro_size_takes_the_recomputation_of_the_trial() -> None:
     changed = with_micro_size(auto, 3, "selective")
     assert (changed.batch.micro_size, changed.model.gradient_checkpointing) == (3, "selective")
     assert with_micro_size(auto, 3).model.gradient_checkpointing == "auto"
+
+
+def test_search_measures_passes_without_cuda_graphs() -> None:
+    tried: list[Any] = []
+
+    def trial(changed: Any) -> Any:
+        tried.append(changed)
+        raise LookupError("no further than this")
+
+    asked = recipe(batch={"global_size": 24, "micro_size": "auto"}, model={"name": "m", "cuda_graphs": True})
+    with pytest.raises(LookupError):
+        find_micro_batch_size(asked, lambda: pytest.fail("no run was prepared"), trial)
+    assert [(one.batch.micro_size, one.model.cuda_graphs) for one in tried] == [(1, False)]
+
+
+def test_search_counts_gradients_that_the_last_backward_pass_frees(make_inputs: MakeInputs) -> None:
+    class Falling:
+        """ZeRO-3 steps in the last backward pass, and then frees its gradients."""
+
+        limit, left = 10, [7, 4]
+
+        def start(self) -> None:
+            pass
+
+        def held(self) -> int:
+            return self.left.pop(0)
+
+        def peak(self) -> int:
+            return 9
+
+    run = prepare(cell(make_inputs(), "sft-tied"), cpu=True)
+    assert _train_window(run, _longest_rows(run, 2), 1, 2, Falling()) == 7
 
 
 def test_try_out_of_a_stream_uses_rows_of_maximum_length() -> None:

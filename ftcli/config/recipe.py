@@ -157,6 +157,21 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_cuda_graphs(self) -> Recipe:
+        model = self.model
+        excluded = {
+            "adapter.type: lora": self.adapter.type != "none",
+            "model.torch_compile: true": bool(model.torch_compile),
+            "model.activation_offloading: true": model.activation_offloading,
+            f"model.gradient_checkpointing: {model.gradient_checkpointing}": model.gradient_checkpointing
+            not in ("auto", "none"),
+            "model.batch_norm: sync": model.batch_norm == "sync",
+        }
+        if model.cuda_graphs and (others := [key for key, is_set in excluded.items() if is_set]):
+            raise ValueError(f"model.cuda_graphs cannot be combined with {others[0]}: change one of them")
+        return self
+
 
 def _may_build_its_model(task: str) -> bool:
     """Return whether a task may need no `model.name`: a custom task, or a shipped one that builds its own module."""

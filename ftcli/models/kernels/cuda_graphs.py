@@ -58,29 +58,23 @@ def use_cuda_graphs(
     """
     if not recipe.model.cuda_graphs:
         return []
-    problem = _problem_of_run(recipe, device, recomputed, is_whole=is_whole, processes=processes)
+    problem = _problem_of_run(device, recomputed, is_whole=is_whole, processes=processes)
     if (problem := problem or _problem_of_model(model)) is not None:
         raise InputError(f"model.cuda_graphs: {problem}", hint=HINT)
     model.forward = CapturedPass(model)
     return ["CUDA graphs: forward and backward passes of micro-batches of one shape"]
 
 
-def _problem_of_run(recipe: Recipe, device: str, recomputed: str, *, is_whole: bool, processes: int) -> str | None:
-    """Return why a run cannot replay passes, or None."""
+def _problem_of_run(device: str, recomputed: str, *, is_whole: bool, processes: int) -> str | None:
+    """Return why a run cannot replay passes, or None. The recipe itself has been checked (config/recipe.py)."""
     if device != "cuda":
         return "it needs an NVIDIA GPU"
     if not is_whole:
         return "this profile shards weights, which then have no fixed place"
     if processes > 1:
         return "it was not tried with several processes yet"
-    if recipe.adapter.type != "none" or recipe.model.quantization is not None:
-        return "it is for models whose weights are all trained, without an adapter"
-    if recipe.model.torch_compile:
-        return "it cannot be combined with torch_compile"
-    if recomputed != "none" or recipe.model.activation_offloading:
-        return "it cannot be combined with the memory saving of this run"
-    if recipe.model.batch_norm == "sync":
-        return "batch_norm: sync exchanges statistics within a pass"
+    if recomputed != "none":
+        return "this run recomputes activations to save memory"
     return None
 
 

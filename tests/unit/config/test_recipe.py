@@ -26,6 +26,7 @@ from ftcli.runtime.resources import shipped_folder
 from ftcli.tasks.build import build_task
 
 from ...support.counting import count_lines
+from ...support.recipes import minimal_values
 
 GOOD = """\
 task: sft
@@ -673,3 +674,28 @@ def test_load_recipe_of_another_kind_of_file_reports_one_error(
     with pytest.raises(InputError) as caught:
         load_recipe("a.yaml")
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"torch_compile": True}},
+        {"model": {"activation_offloading": True}},
+        {"model": {"gradient_checkpointing": "full"}},
+        {"model": {"batch_norm": "sync"}},
+        {"adapter": {"type": "lora"}},
+    ],
+)
+def test_cuda_graphs_with_a_key_that_excludes_them_are_refused_before_a_model_loads(
+    sections: dict[str, dict[str, object]],
+) -> None:
+    ((section, keys),) = sections.items()
+    ((key, value),) = keys.items()
+    values = minimal_values(data={"train": "rows.jsonl"}, **sections)
+    values["model"] = {"name": "m", "cuda_graphs": True, **sections.get("model", {})}
+    with pytest.raises(
+        ValidationError, match=f"cuda_graphs cannot be .* {section}.{key}: {str(value).lower()}: change"
+    ):
+        Recipe.model_validate(values)
+    values["model"]["cuda_graphs"] = False
+    Recipe.model_validate(values)

@@ -93,8 +93,9 @@ class Model(Section):
     )
     cuda_graphs: bool = Field(
         False,
-        description="Replay the passes of an image model as CUDA graphs, which spares the host the launch of each "
-        f"kernel. For one GPU, all weights trained, without dropout and torch_compile. {MACHINE_HINT}",
+        description="Replay the passes of an image classifier or a text encoder as CUDA graphs, which spares the "
+        "host the launch of each kernel. For the profiles single and ddp, all weights trained, without torch_compile. "
+        f"{MACHINE_HINT}",
     )
     gradient_checkpointing: Annotated[
         Literal["auto", "none", "selective", "full", "tiled"], BeforeValidator(_checkpointing_mode)

@@ -154,7 +154,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         InputError: The recipe asks for a kernel that this model or machine cannot use.
     """
     device_type = hardware.accelerator.device.type
-    places = {"is_whole": hardware.backend.has_whole_weights, "processes": hardware.ranks.world}
+    is_whole = hardware.backend.has_whole_weights
     share_casts(model)
     leave_adapter_inputs(model, recipe)
     return [
@@ -163,7 +163,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         *tile_mlps(model, recipe, recomputed, has_hooks=not hardware.may_compile(model)),
         *use_channels_last(model, device_type),
         *compile_layers(model, recipe, recomputed),
-        *use_cuda_graphs(model, recipe, device_type, recomputed=recomputed, **places),
+        *use_cuda_graphs(model, recipe, device_type, recomputed=recomputed, is_whole=is_whole),
     ]
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from ftcli.models.kernels.captured_pass import CapturedPass
 from ftcli.models.kernels.channels_last import use_channels_last
-from ftcli.models.kernels.cuda_graphs import CapturedPass
+from ftcli.models.kernels.padding_masks import padding_of, replace_mask_functions, use_padding
 from ftcli.training.batches.row_wait import RowWait
 
-from ..unit.models.kernels.test_cuda_graphs import resnet, vit
+from ..unit.models.kernels.test_cuda_graphs import bert, resnet, vit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -28,6 +29,7 @@ def in_both_ways(make: Any) -> tuple[nn.Module, nn.Module]:
     plain = make().cuda()
     captured = copy.deepcopy(plain)
     for model in (plain, captured):
+        replace_mask_functions(model)
         use_channels_last(model, "cuda")
     captured.forward = CapturedPass(captured)
     return plain, captured
@@ -78,8 +80,10 @@ def test_a_second_forward_pass_before_the_backward_pass_runs_without_graphs() ->
     plain, captured = in_both_ways(resnet)
     for model in (plain, captured):
         train(model, images[:1] * 3)
+    factors = torch.randn(6, 3, device="cuda")  # the gradients of logits then have memory of their own in both
     for model in (plain, captured):
-        (model(pixel_values=images[0]).logits.sum() * model(pixel_values=images[1]).logits.mean()).backward()
+        first, second = (model(pixel_values=one).logits * factors for one in images)
+        (first.sum() * second.mean()).backward()
     wanted = state(plain)
     assert all(value.equal(wanted[name]) for name, value in state(captured).items())
 
@@ -98,7 +102,7 @@ def test_two_backward_passes_of_a_window_do_not_share_memory_with_the_graph() ->
     images = torch.randn(6, 3, 32, 32, device="cuda")
     _, captured = in_both_ways(resnet)
     train(captured, [images] * 2)
-    assert captured.forward.captured is not None
+    assert captured.forward.graphs == 1
     captured.zero_grad()
     train(captured, [images])
     first = {name: weight.grad.clone() for name, weight in captured.named_parameters()}
@@ -130,3 +134,87 @@ def test_hooks_of_weights_run_once_and_dropped_outputs_do_not_count() -> None:
     assert captured.forward._can_replay({"pixel_values": images})
     wanted = state(plain)
     assert all(value.equal(wanted[name]) for name, value in state(captured).items())
+
+
+def test_captured_passes_under_ddp_sum_the_gradients_of_a_window_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process is enough: DistributedDataParallel runs its hooks and moves gradients into its buckets."""
+    images = [torch.randn(6, 3, 32, 32, device="cuda") for _ in range(4)]
+    plain, captured = in_both_ways(resnet)
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for model in (plain, captured):
+            wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+            for _ in range(3):
+                model.zero_grad(set_to_none=True)
+                with wrapped.no_sync():
+                    train(wrapped, images[:3])
+                train(wrapped, images[3:])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert captured.forward.graphs == 1
+    wanted = state(plain)
+    assert all(value.equal(wanted[name]) for name, value in state(captured).items())
+
+
+def vit_with_dropout() -> nn.Module:
+    return vit(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.1)
+
+
+def test_dropout_draws_the_same_numbers_as_without_graphs() -> None:
+    images = torch.randn(6, 3, 16, 16, device="cuda")
+    plain, captured = in_both_ways(vit_with_dropout)
+    for step in range(4):
+        losses = []
+        for model in (plain, captured):
+            torch.manual_seed(step)
+            losses += train(model, [images, images])
+        assert losses[0].equal(losses[2]) and losses[1].equal(losses[3]) and not losses[0].equal(losses[1]), step
+    wanted = state(plain)
+    assert captured.forward.graphs == 1
+    for name, value in state(captured).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-7)
+
+
+def texts(lengths: list[int]) -> dict[str, torch.Tensor]:
+    """Return padded texts on the host."""
+    longest = max(lengths)
+    mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(2, 32, (len(lengths), longest), generator=torch.Generator().manual_seed(sum(lengths)))
+    return {"input_ids": ids * mask, "attention_mask": mask, "token_type_ids": ids % 2 * mask}
+
+
+def train_texts(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    losses = []
+    for host in batches:
+        batch = {name: value.cuda() for name, value in host.items()}
+        with use_padding(padding_of(host), batch["attention_mask"]):
+            logits = model(**batch).logits
+        loss = nn.functional.cross_entropy(logits, torch.arange(len(logits), device="cuda") % 2)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_texts_of_several_lengths_give_the_losses_and_gradients_of_passes_without_graphs() -> None:
+    def make() -> nn.Module:
+        return bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0)
+
+    lengths = [[5, 9, 3], [7, 2, 12], [20, 30, 4], [16, 16, 16], [31, 17, 2], [5, 9], [1, 1, 1], [32, 32, 32]]
+    batches = [texts(one) for one in lengths]
+    plain, captured = in_both_ways(make)
+    for step in range(3):
+        expected, actual = train_texts(plain, batches), train_texts(captured, batches)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+        wanted = state(plain)
+        for name, value in state(captured).items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{name} in step {step}")
+        plain.zero_grad(), captured.zero_grad()
+    assert captured.forward.graphs == 3  # three texts of 16 and 32 tokens, two of 16
+
+
+def test_texts_with_padding_at_the_start_run_without_graphs() -> None:
+    batch = texts([5, 9, 3])
+    batch = {name: value.flip(1) for name, value in batch.items()}
+    _, captured = in_both_ways(bert)
+    train_texts(captured, [batch] * 3)
+    assert captured.forward.graphs == 0

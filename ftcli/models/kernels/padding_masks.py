@@ -80,6 +80,11 @@ def padding_of(batch: Batch) -> Padding | None:
     return Padding("at the end", values.shape) if (values[:, :-1] >= values[:, 1:]).all() else None
 
 
+def padding_of_mask(mask: Any) -> Padding | None:
+    """Return the padding of the current micro-batch, if this is its mask on the device; None otherwise."""
+    return _current[0][0] if _current and mask is _current[0][1] else None
+
+
 @contextmanager
 def use_padding(padding: Padding | None, mask: torch.Tensor | None) -> Iterator[None]:
     """Use the padding of a batch for attention masks within this context.
@@ -127,6 +132,10 @@ def _with_padding(function: Any) -> Any:
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         attention_mask = kwargs.get("attention_mask")
+        if attention_mask is None and kwargs.get("allow_is_bidirectional_skip") and kwargs.get("local_size") is None:
+            # As transformers does outside of a CUDA graph. While one is captured, 5.17 builds a mask of ones, with
+            # which attention is slower.
+            return None
         if _current and attention_mask is not None and not args:
             where, shape = _current[0][0]
             if tuple(attention_mask.shape) == shape and kwargs["q_length"] == kwargs["kv_length"] == shape[1]:

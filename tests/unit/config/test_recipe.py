@@ -691,7 +691,7 @@ def test_cuda_graphs_with_a_key_that_excludes_them_are_refused_before_a_model_lo
 ) -> None:
     ((section, keys),) = sections.items()
     ((key, value),) = keys.items()
-    values = minimal_values(data={"train": "rows.jsonl"}, **sections)
+    values = minimal_values(data={"train": "rows.jsonl"}, **sections) | {"task": "text_classification"}
     values["model"] = {"name": "m", "cuda_graphs": True, **sections.get("model", {})}
     with pytest.raises(
         ValidationError, match=f"cuda_graphs cannot be .* {section}.{key}: {str(value).lower()}: change"
@@ -699,3 +699,11 @@ def test_cuda_graphs_with_a_key_that_excludes_them_are_refused_before_a_model_lo
         Recipe.model_validate(values)
     values["model"]["cuda_graphs"] = False
     Recipe.model_validate(values)
+
+
+def test_cuda_graphs_of_tasks_that_cannot_have_them_are_refused_before_a_model_loads() -> None:
+    values = minimal_values(data={"train": "rows.jsonl"}) | {"model": {"name": "m", "cuda_graphs": True}}
+    with pytest.raises(ValidationError, match="cuda_graphs cannot be combined with task: sft: change"):
+        Recipe.model_validate(values | {"task": "sft"})
+    for task in ("image_classification", "text_classification"):
+        Recipe.model_validate(values | {"task": task})

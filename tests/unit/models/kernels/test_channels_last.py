@@ -194,11 +194,10 @@ def test_use_kernels_on_a_gpu_uses_channels_last_and_cuda_graphs() -> None:
     hardware: Any = SimpleNamespace(
         accelerator=accelerator, may_compile=lambda model: True, backend=DDP(), ranks=SimpleNamespace(world=1)
     )
+    with_graphs = recipe("resnet", task="image_classification", model=graphs)
     lines = use_kernels(network("resnet"), recipe("resnet"), hardware, "none")
     assert "convolutions in channels-last format: 12" in lines and not any("CUDA graphs" in line for line in lines)
-    assert use_kernels(network("resnet"), recipe("resnet", model=graphs), hardware, "none")[-1].startswith(
-        "CUDA graphs"
-    )
+    assert use_kernels(network("resnet"), with_graphs, hardware, "none")[-1].startswith("CUDA graphs")
     hardware.backend = FSDP2()
     with pytest.raises(InputError, match="this profile shards weights"):
-        use_kernels(network("resnet"), recipe("resnet", model=graphs), hardware, "none")
+        use_kernels(network("resnet"), with_graphs, hardware, "none")

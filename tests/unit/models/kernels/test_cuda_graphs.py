@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from ftcli.config.recipe import Recipe
-from ftcli.models.kernels.cuda_graphs import (
+from ftcli.models.kernels.captured_pass import (
+    MOST_GRAPHS,
     CapturedPass,
     _gradients,
     _leaves_of_their_own,
     _tensors_of,
-    use_cuda_graphs,
+    padded_length,
 )
+from ftcli.models.kernels.cuda_graphs import use_cuda_graphs
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny
 
@@ -42,18 +44,27 @@ def vit(**config: Any) -> nn.Module:
     return model.train()
 
 
+ENCODER = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
+DECODER = {**ENCODER, "num_key_value_heads": 1, "vocab_size": 32}
+
+
+def bert(**config: Any) -> nn.Module:
+    model: nn.Module = build_tiny("BertForSequenceClassification", vocab_size=32, num_labels=2, **ENCODER, **config)
+    return model.train()
+
+
 def chosen(
     network: nn.Module,
     /,
     device: str = "cuda",
+    task: str = "image_classification",
     recomputed: str = "none",
     whole: bool = True,
-    processes: int = 1,
     **sections: Any,
 ) -> bool:
     sections["model"] = {"name": "any"} | sections.get("model", {})
-    recipe = Recipe.model_validate(recipe_values("image_classification", **sections))
-    lines = use_cuda_graphs(network, recipe, device, recomputed=recomputed, is_whole=whole, processes=processes)
+    recipe = Recipe.model_validate(recipe_values(task, **sections))
+    lines = use_cuda_graphs(network, recipe, device, recomputed=recomputed, is_whole=whole)
     assert bool(lines) == isinstance(network.forward, CapturedPass)
     return bool(lines)
 
@@ -72,7 +83,6 @@ def test_image_models_are_captured_if_the_recipe_asks_for_it() -> None:
     [
         ({"device": "cpu"}, "needs an NVIDIA GPU"),
         ({"whole": False}, "this profile shards weights"),
-        ({"processes": 2}, "several processes"),
         ({"recomputed": "full"}, "recomputes activations"),
     ],
 )
@@ -81,13 +91,9 @@ def test_runs_that_cannot_be_captured_say_why(how: dict[str, Any], why: str) -> 
         chosen(resnet(), **({"model": GRAPHS} | how))
 
 
-@pytest.mark.parametrize("rate", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
-def test_models_with_dropout_are_not_captured(rate: str) -> None:
-    with_module = resnet()
-    with_module.add_module("last", nn.Dropout(0.5))
-    for model in (vit(**{rate: 0.1}), with_module):
-        with pytest.raises(InputError, match="the model has dropout"):
-            chosen(model, model=GRAPHS)
+def test_models_that_leave_out_layers_at_random_are_not_captured() -> None:
+    with pytest.raises(InputError, match="leaves out layers"):
+        chosen(vit(layerdrop=0.1), model=GRAPHS)
 
 
 def test_batch_norms_without_momentum_are_not_captured() -> None:
@@ -97,10 +103,33 @@ def test_batch_norms_without_momentum_are_not_captured() -> None:
         chosen(model, model=GRAPHS)
 
 
-def test_models_of_texts_are_not_captured() -> None:
-    model = build_tiny("BertForSequenceClassification", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
-    with pytest.raises(InputError, match="only input are images"):
-        chosen(model, model=GRAPHS)
+def test_text_encoders_are_captured_and_other_models_of_texts_are_not() -> None:
+    assert chosen(bert(), task="text_classification", model=GRAPHS)
+    decoder = build_tiny("LlamaForSequenceClassification", num_labels=2, **DECODER)
+    for model in (decoder, build_tiny("BertForMaskedLM", **ENCODER)):
+        with pytest.raises(InputError, match="texts with attention in both directions"):
+            chosen(model, task="text_classification", model=GRAPHS)
+
+
+@pytest.mark.parametrize(
+    ("length", "padded"),
+    [(1, 16), (16, 16), (17, 32), (128, 128), (129, 144), (256, 256), (257, 288), (500, 512), (4000, 4096)],
+)
+def test_texts_are_padded_to_one_of_a_few_lengths(length: int, padded: int) -> None:
+    assert padded_length(length) == padded
+    assert padded_length(padded) == padded
+
+
+def test_there_are_few_lengths() -> None:
+    assert len({padded_length(length) for length in range(1, 513)}) == 24 < MOST_GRAPHS
+    assert max(padded_length(length) / length for length in range(257, 4097)) < 1.125
+
+
+def test_texts_as_long_as_the_model_takes_are_not_padded() -> None:
+    passes = CapturedPass(bert(max_position_embeddings=40, pad_token_id=0))
+    assert [passes._length_for(length) for length in (10, 32, 33, 40)] == [16, 32, 33, 40]
+    passes = CapturedPass(bert(max_position_embeddings=34, pad_token_id=1))
+    assert [passes._length_for(length) for length in (10, 32)] == [16, 32]
 
 
 def test_passes_on_the_host_and_evaluations_run_as_they_are() -> None:
@@ -110,7 +139,7 @@ def test_passes_on_the_host_and_evaluations_run_as_they_are() -> None:
     assert list(inspect.signature(model.forward).parameters)[0] == "pixel_values"
     for _ in range(3):
         assert model(pixel_values=images).logits.equal(expected) and model(images).logits.equal(expected)
-    assert model.forward.captured is None
+    assert not model.forward.captures
 
 
 def test_leaves_of_their_own_share_memory_with_the_weights_and_take_no_hooks() -> None:

@@ -56,8 +56,6 @@ __all__ = [
     "Train",
 ]
 
-WITH_GRAPHS = ("image_classification", "text_classification")  # shipped tasks that model.cuda_graphs is for
-
 
 class Recipe(Section):
     """One training run: model, data and method. The profile describes the hardware."""
@@ -161,20 +159,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_cuda_graphs(self) -> Recipe:
-        from ftcli.config.task_registry import is_custom_task
+        from ftcli.config.graph_exclusions import graph_exclusion
 
-        model = self.model
-        excluded = {
-            "adapter.type: lora": self.adapter.type != "none",
-            "model.torch_compile: true": bool(model.torch_compile),
-            "model.activation_offloading: true": model.activation_offloading,
-            f"model.gradient_checkpointing: {model.gradient_checkpointing}": model.gradient_checkpointing
-            not in ("auto", "none"),
-            "model.batch_norm: sync": model.batch_norm == "sync",
-            f"task: {self.task}": not is_custom_task(self.task) and self.task not in WITH_GRAPHS,
-        }
-        if model.cuda_graphs and (others := [key for key, is_set in excluded.items() if is_set]):
-            raise ValueError(f"model.cuda_graphs cannot be combined with {others[0]}: change one of them")
+        if self.model.cuda_graphs and (other := graph_exclusion(self)) is not None:
+            raise ValueError(f"model.cuda_graphs cannot be combined with {other}: change one of them")
         return self
 
 

@@ -91,10 +91,11 @@ class Model(Section):
         "start. Evaluation is not compiled. null: on GPUs in half precision, if the architecture is supported and the "
         f"run is long enough to gain time; the log states the choice. {MACHINE_HINT}",
     )
-    cuda_graphs: bool = Field(
-        False,
+    cuda_graphs: bool | None = Field(
+        None,
         description="Replay the passes of an image classifier or a text encoder as CUDA graphs, which spares the "
         "host the launch of each kernel. For the profiles single and ddp, all weights trained, without torch_compile. "
+        "null: on GPUs for model types on which this was compared, if less than half of the memory is needed. "
         f"{MACHINE_HINT}",
     )
     gradient_checkpointing: Annotated[

@@ -62,6 +62,7 @@ class Task:
     text_columns: tuple[str, ...] = ("label",)  # label_columns.py decides which labels are numbers
     reads_text = False
     auto_class = "AutoModelForImageClassification"
+    has_fixed_forward = True
     peft_type: str | None = None
     pipeline_tag = "image-classification"
     starting_recipe: Mapping[str, Mapping[str, Any]] = {

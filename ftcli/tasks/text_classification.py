@@ -47,6 +47,7 @@ class Task:
     usual_names = USUAL_NAMES
     text_columns: tuple[str, ...] = ("text", PAIR_COLUMN, "label")  # label_columns.py decides which labels are numbers
     auto_class = "AutoModelForSequenceClassification"
+    has_fixed_forward = True
     peft_type: str | None = None
     pipeline_tag = "text-classification"
     adapter_task_type = "SEQ_CLS"

@@ -15,6 +15,7 @@ from ftcli.models.kernels.channels_last import use_channels_last
 from ftcli.models.kernels.padding_masks import padding_of, replace_mask_functions, use_padding
 from ftcli.training.batches.row_wait import RowWait
 
+from ..support.small_classifiers import CLASSIFIERS, reads_texts, small_classifier
 from ..unit.models.kernels.test_cuda_graphs import bert, resnet, vit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -175,21 +176,46 @@ def test_dropout_draws_the_same_numbers_as_without_graphs() -> None:
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-7)
 
 
-def texts(lengths: list[int]) -> dict[str, torch.Tensor]:
-    """Return padded texts on the host."""
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_replayed_passes_of_every_compared_architecture_give_the_losses_of_others(
+    kind: str, dtype: torch.dtype | None
+) -> None:
+    plain, captured = in_both_ways(lambda: small_classifier(kind))
+    hosts: Any = [texts([16, 13, 7]) if reads_texts(kind) else torch.randn(3, 3, 32, 32, device="cuda")] * 4
+    losses = []
+    for model in (plain, captured):
+        torch.manual_seed(0)
+        losses.append(train_texts(model, hosts, dtype) if reads_texts(kind) else train(model, hosts, dtype))
+    assert captured.forward.graphs == 1
+    torch.testing.assert_close(losses[1], losses[0], rtol=0 if dtype is None else 1e-6, atol=0)
+    wanted = state(plain)
+    for name, value in state(captured).items():
+        if wanted[name] is not None:
+            torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def texts(lengths: list[int], *, segments: bool = False) -> dict[str, torch.Tensor]:
+    """Return padded texts on the host, with or without types of tokens."""
     longest = max(lengths)
     mask = (torch.arange(longest)[None] < torch.tensor(lengths)[:, None]).long()
     ids = torch.randint(2, 32, (len(lengths), longest), generator=torch.Generator().manual_seed(sum(lengths)))
-    return {"input_ids": ids * mask, "attention_mask": mask, "token_type_ids": ids % 2 * mask}
+    batch = {"input_ids": ids * mask, "attention_mask": mask}
+    return batch | ({"token_type_ids": ids % 2 * mask} if segments else {})
 
 
-def train_texts(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+def train_texts(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     losses = []
     for host in batches:
         batch = {name: value.cuda() for name, value in host.items()}
-        with use_padding(padding_of(host), batch["attention_mask"]):
+        with (
+            use_padding(padding_of(host), batch["attention_mask"]),
+            torch.autocast("cuda", dtype, enabled=dtype is not None),
+        ):
             logits = model(**batch).logits
-        loss = nn.functional.cross_entropy(logits, torch.arange(len(logits), device="cuda") % 2)
+        loss = nn.functional.cross_entropy(logits.float(), torch.arange(len(logits), device="cuda") % 2)
         loss.backward()
         losses.append(loss.detach())
     return losses
@@ -200,7 +226,7 @@ def test_texts_of_several_lengths_give_the_losses_and_gradients_of_passes_withou
         return bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0)
 
     lengths = [[5, 9, 3], [7, 2, 12], [20, 30, 4], [16, 16, 16], [31, 17, 2], [5, 9], [1, 1, 1], [32, 32, 32]]
-    batches = [texts(one) for one in lengths]
+    batches = [texts(one, segments=True) for one in lengths]
     plain, captured = in_both_ways(make)
     for step in range(3):
         expected, actual = train_texts(plain, batches), train_texts(captured, batches)

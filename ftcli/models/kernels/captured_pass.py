@@ -45,14 +45,16 @@ class CapturedPass:
     Attributes:
         model: The model.
         plain: Its own forward function.
+        spares_memory: Whether nothing is captured in a run that needs more than half of the device's memory, because
+            the activations of graphs stay in memory. Such a run has micro-batches for which the host is fast enough.
         captures: Graphs by the shape of the micro-batch; None for a shape that was seen once.
         gradients: The memory in which every backward graph leaves the gradients, and `weights` and their `places`.
         filler: Id of the padding token.
         pending: Refers to the last replayed forward pass until its backward pass.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.plain = model, model.forward
+    def __init__(self, model: nn.Module, *, spares_memory: bool = False) -> None:
+        self.model, self.plain, self.spares_memory = model, model.forward, spares_memory
         update_wrapper(self, model.forward)  # its signature too
         config: Any = model.config
         self.filler: int = getattr(config, "pad_token_id", None) or 0
@@ -81,7 +83,7 @@ class CapturedPass:
             self.captures[shape] = None
             return self.plain(**kwargs)
         capture = self.captures[shape]
-        if capture is None and self.graphs < MOST_GRAPHS and self._weights_stay():
+        if capture is None and self.graphs < MOST_GRAPHS and self._weights_stay() and self._has_room():
             self.captures[shape] = capture = self._capture(inputs, shape)
         if capture is None or not self._weights_stay():
             return self.plain(**kwargs)
@@ -117,6 +119,10 @@ class CapturedPass:
     def _weights_stay(self) -> bool:
         """Return whether the weights are still where the graphs read them."""
         return self.places == [weight.data_ptr() for weight in self.weights]
+
+    def _has_room(self) -> bool:
+        """Return whether another graph may be captured."""
+        return not self.spares_memory or 2 * torch.cuda.max_memory_reserved() < torch.cuda.mem_get_info()[1]
 
     def _capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> _Capture:
         """Capture a forward and a backward pass for micro-batches like this one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ftcli.config.graph_exclusions import graph_exclusion
 from ftcli.models.kernels.captured_pass import HINT, CapturedPass
 from ftcli.runtime.errors import InputError
 
@@ -18,8 +19,19 @@ if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
 
 
+# Model types whose replayed passes have been compared with others on a GPU (tests/gpu/test_cuda_graphs_on_gpus.py).
+COMPARED = frozenset(
+    (
+        *("albert", "bert", "camembert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta"),
+        *("beit", "convnext", "convnextv2", "deit", "dinov2", "mobilenet_v2", "regnet", "resnet", "swin", "vit"),
+    )
+)
+
+
 def use_cuda_graphs(model: nn.Module, recipe: Recipe, device: str, *, recomputed: str, is_whole: bool) -> list[str]:
-    """Replay training passes of a model as CUDA graphs, if the recipe sets `model.cuda_graphs`.
+    """Replay training passes of a model as CUDA graphs, if the recipe sets `model.cuda_graphs` or leaves it open.
+
+    A recipe that leaves it open gets graphs where they are known to work and memory allows them.
 
     Args:
         model: The model, not yet prepared.
@@ -32,15 +44,25 @@ def use_cuda_graphs(model: nn.Module, recipe: Recipe, device: str, *, recomputed
         One line for the log, or none without graphs.
 
     Raises:
-        InputError: This run cannot have graphs.
+        InputError: The recipe sets `model.cuda_graphs`, and this run cannot have graphs.
     """
-    if not recipe.model.cuda_graphs:
+    requested = recipe.model.cuda_graphs
+    if requested is False:
         return []
-    problem = _problem_of_run(device, recomputed, is_whole=is_whole)
-    if (problem := problem or _problem_of_model(model)) is not None:
+    excluded = graph_exclusion(recipe)
+    problem = f"it cannot be combined with {excluded}" if excluded else None
+    problem = problem or _problem_of_run(device, recomputed, is_whole=is_whole) or _problem_of_model(model)
+    if problem is not None and requested:
         raise InputError(f"model.cuda_graphs: {problem}", hint=HINT)
-    model.forward = CapturedPass(model)
+    if problem is not None or (not requested and not _is_compared(model)):
+        return []
+    model.forward = CapturedPass(model, spares_memory=not requested)
     return ["CUDA graphs: forward and backward passes, one graph of each for a shape of micro-batches"]
+
+
+def _is_compared(model: nn.Module) -> bool:
+    """Return whether replayed passes of this type of model have been compared with others."""
+    return getattr(getattr(model, "config", None), "model_type", None) in COMPARED
 
 
 def _problem_of_run(device: str, recomputed: str, *, is_whole: bool) -> str | None:

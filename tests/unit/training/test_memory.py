@@ -97,7 +97,11 @@ def test_search_measures_passes_without_cuda_graphs() -> None:
         tried.append(changed)
         raise LookupError("no further than this")
 
-    asked = recipe(batch={"global_size": 24, "micro_size": "auto"}, model={"name": "m", "cuda_graphs": True})
+    asked = recipe(
+        batch={"global_size": 24, "micro_size": "auto"},
+        model={"name": "m", "cuda_graphs": True},
+        task="image_classification",
+    )
     with pytest.raises(LookupError):
         find_micro_batch_size(asked, lambda: pytest.fail("no run was prepared"), trial)
     assert [(one.batch.micro_size, one.model.cuda_graphs) for one in tried] == [(1, False)]

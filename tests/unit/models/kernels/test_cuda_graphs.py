@@ -18,11 +18,12 @@ from ftcli.models.kernels.captured_pass import (
     _tensors_of,
     padded_length,
 )
-from ftcli.models.kernels.cuda_graphs import use_cuda_graphs
+from ftcli.models.kernels.cuda_graphs import COMPARED, use_cuda_graphs
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny
 
 from ....support.recipes import recipe_values
+from ....support.small_classifiers import CLASSIFIERS
 
 SIZES = {"embedding_size": 8, "hidden_sizes": [16], "depths": [1], "num_labels": 3}
 
@@ -72,10 +73,43 @@ def chosen(
 GRAPHS = {"cuda_graphs": True}
 
 
-def test_image_models_are_captured_if_the_recipe_asks_for_it() -> None:
-    assert not chosen(resnet()) and not chosen(vit())
-    assert chosen(resnet(), model=GRAPHS) and chosen(vit(), model=GRAPHS)
+def test_compared_models_are_captured_by_default_and_others_if_the_recipe_asks_for_it() -> None:
+    assert chosen(resnet()) and chosen(vit()) and chosen(bert(), task="text_classification")
+    assert not chosen(resnet(), model={"cuda_graphs": False})
+    other = resnet()
+    other.config.model_type = "other"
+    assert not chosen(other)
+    assert chosen(other, model=GRAPHS)
     assert chosen(resnet(), model=GRAPHS | {"batch_norm": "train"})
+
+
+def test_compared_models_that_the_support_module_does_not_build_are_named() -> None:
+    assert set(CLASSIFIERS) >= COMPARED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adapter": {"type": "lora"}},
+        {"model": {"torch_compile": True}},
+        {"model": {"gradient_checkpointing": "full"}},
+        {"model": {"batch_norm": "sync"}},
+    ],
+)
+def test_runs_that_leave_it_open_and_exclude_graphs_have_none(changes: dict[str, Any]) -> None:
+    assert not chosen(resnet(), **changes)
+
+
+def test_runs_that_leave_it_open_capture_nothing_if_they_need_half_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 51)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 100))
+    open_, asked = resnet(), resnet()
+    assert chosen(open_) and not open_.forward._has_room()
+    assert chosen(asked, model=GRAPHS) and asked.forward._has_room()
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 49)
+    assert open_.forward._has_room()
 
 
 @pytest.mark.parametrize(
@@ -89,6 +123,7 @@ def test_image_models_are_captured_if_the_recipe_asks_for_it() -> None:
 def test_runs_that_cannot_be_captured_say_why(how: dict[str, Any], why: str) -> None:
     with pytest.raises(InputError, match=f"model.cuda_graphs: .*{why}"):
         chosen(resnet(), **({"model": GRAPHS} | how))
+    assert not chosen(resnet(), **how)
 
 
 def test_models_that_leave_out_layers_at_random_are_not_captured() -> None:

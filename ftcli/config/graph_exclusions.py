@@ -1,0 +1,25 @@
+"""What excludes CUDA graphs in a recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftcli.config.task_registry import is_custom_task, task_class
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
+
+
+def graph_exclusion(recipe: Recipe) -> str | None:
+    """Return the first setting of a recipe that excludes `model.cuda_graphs`, as "key: value", or None."""
+    model, is_custom = recipe.model, is_custom_task(recipe.task)
+    excluded = {
+        f"task: {recipe.task}": not is_custom and not getattr(task_class(recipe.task), "has_fixed_forward", False),
+        "adapter.type: lora": recipe.adapter.type != "none",
+        "model.torch_compile: true": bool(model.torch_compile),
+        "model.activation_offloading: true": model.activation_offloading,
+        f"model.gradient_checkpointing: {model.gradient_checkpointing}": model.gradient_checkpointing
+        not in ("auto", "none"),
+        "model.batch_norm: sync": model.batch_norm == "sync",
+    }
+    return next((setting for setting, is_set in excluded.items() if is_set), None)

@@ -301,8 +301,8 @@ class TaskProperties:
         adapter_task_type: peft's name of the task in adapters if `peft_type` is None. Default: by `auto_class`.
         helper_options: Keys of task_options that name frozen helper models, as model.name does. `fetch` downloads them,
             their files are checked before a run, and a resumed run must have the same ones. "random" names no files.
-        has_fixed_forward: Whether the host decides nothing in the model's forward pass but by the shapes and the padding
-            of its inputs, so that `model.cuda_graphs` may replay it.
+        has_fixed_forward: Whether the host decides nothing in the model's forward pass but by the shapes and padding of
+            its inputs, so that `model.cuda_graphs` may replay it.
         exported_part: Name of the submodule that final weights and exports contain. The rest of the model only serves
             the training. Default: the whole model.
     """

@@ -25,6 +25,7 @@ from ftcli.runtime.load_monitor import gpu_uuid
 from ftcli.runtime.log import log_line
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.terminal import printable, shortened
+from ftcli.training.batches.moment import Moment
 from ftcli.training.run import due
 from ftcli.training.trackers import Trackers
 
@@ -57,9 +58,11 @@ class Reporter:
         self.quiet = quiet
         self.terminal = self.main and not quiet and sys.stderr.isatty()
         self.number = run.first_step
-        self._since = self._started = time.perf_counter()
+        self._started = time.perf_counter()
         self._items = self._rows = 0
-        self._data_seconds = self._away = 0.0
+        self._data_seconds = 0.0
+        self._since = Moment(run.hardware.accelerator.device)  # the end of the last row, or of a pause after it
+        self._paused = self._trained = 0.0  # seconds of pauses since then, and of training in all rows
         self._printed = self._stated = 0.0
         self._is_first = True  # the next step is the first of this launch
         self._late = not quiet and run.hardware.accelerator.device.type == "cuda" if late is None else late
@@ -145,10 +148,9 @@ class Reporter:
         if not self.main:
             return
         if due(step.number, self.run.recipe.log.every_steps, self.run.steps) or step.stop:
-            if self._late and not self._is_followed_by_pause(step):
-                self._unwritten = step, step.begin_reading()
-            else:
-                self._write_step(step)
+            self._unwritten = step, step.begin_reading()
+            if not self._late or self._is_followed_by_pause(step):
+                self._write_late_row()
         elif self.terminal:
             self._progress.update(self._bar, completed=step.number)
 
@@ -163,11 +165,11 @@ class Reporter:
         if unwritten is not None:
             step, copy = unwritten
             step.finish_reading(copy)
-            self._write_step(step)
+            self._write_step(step, copy.arrival)
 
-    def _write_step(self, step: Step) -> None:
-        """Write and show the row of a step."""
-        row = self._row(step)
+    def _write_step(self, step: Step, end: Moment) -> None:
+        """Write and show the row of a step that ended at a moment."""
+        row = self._row(step, end)
         undone = self.run.recipe.faults.non_finite != "skip"
         if undone and not self.run.guard.is_good(row["loss"], row["grad_norm"]):
             return  # a step that is undone or ends the run has no row
@@ -184,11 +186,14 @@ class Reporter:
             facts = json.loads(path.read_text(encoding="utf-8"))
             self.folder.write_json(path.name, facts | {"seconds_to_first_step": seconds})
 
-    def _row(self, step: Step) -> dict[str, Any]:
-        """Return the row of metrics of a step."""
-        values = {"loss": step.loss, "grad_norm": step.grad_norm}  # waits for the device, so time is read afterwards
-        now = time.perf_counter()
-        elapsed = max(now - self._since, 1e-9)
+    def _row(self, step: Step, end: Moment) -> dict[str, Any]:
+        """Return the row of metrics of a step that ended at a moment.
+
+        A row may be written at the end of the next step, so the time of writing says nothing about the speed.
+        """
+        values = {"loss": step.loss, "grad_norm": step.grad_norm}
+        elapsed = max(end.seconds_since(self._since) - self._paused, 1e-9)
+        self._trained += elapsed
         scale = self.run.hardware.loss_scale
         row = {
             "step": step.number,
@@ -204,11 +209,15 @@ class Reporter:
             "rows_per_second": self._rows / elapsed,
             "data_wait_share": self._data_seconds / elapsed,
             "peak_memory_gb": _peak_memory() / 1e9,
-            "seconds": now - self._started - self._away,
+            "seconds": self._trained,
             **self.run.load.take(),
         }
-        self._since, self._items, self._rows, self._data_seconds = now, 0, 0, 0.0
+        self._since, self._items, self._rows, self._data_seconds, self._paused = end, 0, 0, 0.0, 0.0
         return row
+
+    def _end_pause(self) -> None:
+        """Count the time since the last row as no training."""
+        self._since, self._paused = Moment(self.run.hardware.accelerator.device), 0.0
 
     def _epoch(self, number: int) -> float:
         """Return the number of passes over the training rows after a step. Dropped rows do not count."""
@@ -252,8 +261,7 @@ class Reporter:
             step: Number of finished steps.
             metrics: Name -> value.
         """
-        self._away += time.perf_counter() - self._since  # evaluation is not training time
-        self._since = time.perf_counter()
+        self._end_pause()
         if self.main:
             row = {"step": step} | {f"eval/{name}": value for name, value in metrics.items()}
             self._write(row)
@@ -266,8 +274,7 @@ class Reporter:
             step: Number of finished steps.
             answers: The answers.
         """
-        now = time.perf_counter()
-        self._away, self._since = self._away + now - self._since, now
+        self._end_pause()
         if not self.main or not answers:
             return
         for answer in answers[:SHOWN_ANSWERS]:
@@ -288,8 +295,7 @@ class Reporter:
             folder: Folder of the checkpoint.
             seconds: Time for which training waited.
         """
-        self._away += seconds  # saving is not training time
-        self._since += seconds
+        self._paused += seconds  # saving is not training time
         if folder is not None:
             text = "writing {} in the background, training waited" if self.run.saving.pending else "saved {} in"
             self.print_line(f"step {step}: {text.format(folder)} {seconds:.1f} s")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ftcli.training.batches.moment import Moment
+
 if TYPE_CHECKING:
     from ftcli.training.terms import StepMeans
 
@@ -19,19 +21,18 @@ class HostCopy:
 
     Args:
         values: `[N]`, on any device.
+
+    Attributes:
+        arrival: The moment at which the values are on the host.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.to("cpu", non_blocking=True)
-        self._arrived = None
-        if values.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        self.arrival = Moment(values.device)
 
     def wait(self) -> torch.Tensor:
         """Return the values on the host, after they have arrived."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self.arrival.wait()
         return self._values
 
 

@@ -12,10 +12,12 @@ from torch import nn
 
 from ftcli.models.kernels.captured_pass import CapturedPass
 from ftcli.models.kernels.channels_last import use_channels_last
+from ftcli.models.kernels.cuda_graphs import COMPARED
 from ftcli.models.kernels.padding_masks import padding_of, replace_mask_functions, use_padding
+from ftcli.runtime.errors import InputError
 from ftcli.training.batches.row_wait import RowWait
 
-from ..support.small_classifiers import CLASSIFIERS, reads_texts, small_classifier
+from ..support.small_classifiers import reads_texts, small_classifier
 from ..unit.models.kernels.test_cuda_graphs import bert, resnet, vit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -176,7 +178,7 @@ def test_dropout_draws_the_same_numbers_as_without_graphs() -> None:
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", CLASSIFIERS)
+@pytest.mark.parametrize("kind", sorted(COMPARED))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_replayed_passes_of_every_compared_architecture_give_the_losses_of_others(
     kind: str, dtype: torch.dtype | None
@@ -236,6 +238,12 @@ def test_texts_of_several_lengths_give_the_losses_and_gradients_of_passes_withou
             torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{name} in step {step}")
         plain.zero_grad(), captured.zero_grad()
     assert captured.forward.graphs == 3  # three texts of 16 and 32 tokens, two of 16
+
+
+def test_models_that_copy_from_the_host_in_their_forward_pass_are_refused() -> None:
+    _, captured = in_both_ways(lambda: small_classifier("mpnet"))
+    with pytest.raises(InputError, match="the forward pass of MPNetForSequenceClassification cannot be captured"):
+        train_texts(captured, [texts([5, 9, 3])] * 2)
 
 
 def test_texts_with_padding_at_the_start_run_without_graphs() -> None:

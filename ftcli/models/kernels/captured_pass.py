@@ -27,6 +27,7 @@ from torch import nn
 
 from ftcli.models.kernels.padding_masks import Padding, padding_of_mask, use_padding
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.reader_errors import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,6 +155,11 @@ class CapturedPass:
                 leaves = [leaf for _, leaf in pairs]
                 self._warm_up(static, leaves)
                 return self._record(static, leaves)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            problem = f"the forward pass of {type(self.model).__name__} cannot be captured: {first_line(error)}"
+            raise InputError(f"model.cuda_graphs: {problem}", hint=HINT) from error
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:

@@ -5,9 +5,9 @@ The host loads rows while the device computes the step before. The device waits 
 
 from __future__ import annotations
 
-import time
-
 import torch
+
+from ftcli.training.batches.moment import Moment
 
 
 class RowWait:
@@ -21,27 +21,13 @@ class RowWait:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._started, self._seconds = device, time.perf_counter(), 0.0
-        self._before = _event_now(device)
-        self._after: torch.cuda.Event | None = None
+        self._device, self._before = device, Moment(device)
+        self._after = self._before
 
     def end(self) -> None:
         """Note that the rows are there."""
-        self._seconds = time.perf_counter() - self._started
-        self._after = _event_now(self._device)
+        self._after = Moment(self._device)
 
     def seconds(self) -> float:
         """Return the seconds. Waits for what the device had to compute before the rows were there."""
-        if self._before is None or self._after is None:
-            return self._seconds
-        self._after.synchronize()
-        return min(self._seconds, self._before.elapsed_time(self._after) / 1000)
-
-
-def _event_now(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event in the queue of the device; None on the CPU, which computes nothing while rows are loaded."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+        return min(self._after.host - self._before.host, self._after.seconds_since(self._before))

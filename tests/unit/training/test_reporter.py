@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def record(
-    recipe: Any, folder: Path, *, late: bool, fail_after: int | None = None, spoil_after: int | None = None
+    recipe: Any,
+    folder: Path,
+    *,
+    late: bool,
+    fail_after: int | None = None,
+    spoil_after: int | None = None,
+    nap: float = 0.0,
 ) -> list[list[int]]:
     """Train with a reporter, and return the numbers of the rows that are on the disk after each step."""
     from ftcli.loop import steps
@@ -40,6 +47,7 @@ def record(
     seen = []
     with Reporter(run, quiet=True, late=late) as report:
         for step in steps(run):
+            time.sleep(nap)
             report.step(step)
             seen.append(numbers(folder / "metrics.jsonl"))
             if step.number == fail_after:
@@ -65,6 +73,17 @@ def test_late_rows_have_the_values_of_rows_that_are_written_at_once(inputs: Path
     record(recipe_of(inputs), tmp_path / "late", late=True)
     late, at_once = (rows(tmp_path / name / "metrics.jsonl") for name in ("late", "at-once"))
     assert [[row[name] for name in EXACT] for row in late] == [[row[name] for name in EXACT] for row in at_once]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_row_has_a_higher_speed_than_its_step(inputs: Path, tmp_path: Path, late: bool) -> None:
+    """A late row is written together with the next one if an evaluation follows that."""
+    recipe, nap = recipe_of(inputs), 0.05
+    record(recipe, tmp_path / "run", late=late, nap=nap)
+    written = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert len(written) == STEPS
+    assert all(row["rows_per_second"] <= recipe.batch.global_size / nap for row in written)
+    assert written[-1]["seconds"] >= STEPS * nap
 
 
 def test_late_rows_of_a_loop_that_fails_are_written_at_its_end(inputs: Path, tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""A moment of a run on the clocks of the host and of the device, which works behind the host."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Moment:
+    """Now on the host, and on a GPU the moment at which it has computed everything that was queued before.
+
+    Args:
+        device: The device of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Wait until the device has reached this moment. A CPU has."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Return the seconds between two moments, of the device if it is a GPU. Waits until it has reached both."""
+        if self._event is None or earlier._event is None:
+            return self.host - earlier.host
+        self.wait()
+        return earlier._event.elapsed_time(self._event) / 1000

@@ -1,6 +1,6 @@
 """Detect the width, colours and encoding of a stream, and escape text that a terminal would interpret.
 
-rich is not used: its escape function leaves escape sequences in the text (docs/explanation/our-own-code.md).
+rich only draws the progress bar: its escape function leaves escape sequences in the text (docs/explanation/our-own-code.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import textwrap
 import unicodedata
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 JOINERS = "\u200c\u200d"  # without width, and part of how Persian words and composed emoji are written
 
@@ -126,3 +129,23 @@ def shortened(text: str, most: int) -> str:
     """Return a text on one line in quotes, shortened to `most` characters."""
     line = " ".join(text.split())
     return json.dumps(line if len(line) <= most else line[: most - 1] + "\u2026", ensure_ascii=False)
+
+
+def progress_bar(steps: int) -> Progress:
+    """Return a bar on standard error with finished steps, remaining time and the field `line` of its task.
+
+    Args:
+        steps: Number of steps of the run.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    return Progress(
+        BarColumn(bar_width=None),  # the remaining width, so that numbers fit into 80 columns
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(steps)) + 1)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True)),
+        console=Console(stderr=True),
+        expand=True,
+    )

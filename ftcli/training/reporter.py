@@ -24,7 +24,7 @@ from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_RESUME
 from ftcli.runtime.load_monitor import gpu_uuid
 from ftcli.runtime.log import log_line
 from ftcli.runtime.redaction import redact
-from ftcli.runtime.terminal import printable, shortened
+from ftcli.runtime.terminal import printable, progress_bar, shortened
 from ftcli.training.batches.moment import Moment
 from ftcli.training.run import due
 from ftcli.training.trackers import Trackers
@@ -88,18 +88,7 @@ class Reporter:
 
     def _start_progress(self) -> None:
         """Start the progress bar."""
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.table import Column
-
-        self._progress = Progress(
-            BarColumn(bar_width=None),  # the remaining width, so that numbers fit into 80 columns
-            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(self.run.steps)) + 1)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
-            TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True)),
-            console=Console(stderr=True),
-            expand=True,
-        )
+        self._progress = progress_bar(self.run.steps)
         self._bar = self._progress.add_task("training", total=self.run.steps, completed=self.number, line="")
         self._progress.start()
 

@@ -12,23 +12,27 @@ class Moment:
 
     Args:
         device: The device of this process.
+
+    Attributes:
+        host: Seconds of the host's clock.
+        event: The moment in the queue of a GPU; None on other devices.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.host = time.perf_counter()
-        self._event: torch.cuda.Event | None = None
+        self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         """Wait until the device has reached this moment. A CPU has."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
 
     def seconds_since(self, earlier: Moment) -> float:
         """Return the seconds between two moments, of the device if it is a GPU. Waits until it has reached both."""
-        if self._event is None or earlier._event is None:
+        if self.event is None or earlier.event is None:
             return self.host - earlier.host
         self.wait()
-        return earlier._event.elapsed_time(self._event) / 1000
+        return earlier.event.elapsed_time(self.event) / 1000

@@ -1,6 +1,7 @@
 """Detect the width, colours and encoding of a stream, and escape text that a terminal would interpret.
 
-rich only draws the progress bar: its escape function leaves escape sequences in the text (docs/explanation/our-own-code.md).
+rich only draws the progress bar. Its escape function leaves escape sequences in the text
+(docs/explanation/our-own-code.md).
 """
 
 from __future__ import annotations

@@ -231,6 +231,9 @@ class Task:
         else:
             stacked = stack_images(images) if has_size else self._resized(list(images))
             batch, size = {"images": stacked, "normalisation": normalisation_of(self.processor)}, stacked.shape[1:3]
+            if training and self.changes_colours_on_device:
+                kinds, factors = zip(*(self.augmentation.colours(row["epoch"], row["id"]) for row in rows), strict=True)
+                batch |= {"colour_changes": torch.tensor(kinds), "colour_factors": torch.tensor(factors)}
         height, width = size
         if training and self.augmentation.random_erasing:
             boxes = [self.augmentation.erased_box((height, width), row["epoch"], row["id"]) for row in rows]
@@ -250,6 +253,11 @@ class Task:
         how = {key: False for key in leave_out if getattr(self.processor, key, None) is not None}
         pixels: Tensor = self.processor(images, return_tensors="pt", **how)["pixel_values"]
         return pixels
+
+    @property
+    def changes_colours_on_device(self) -> bool:
+        """Whether `image_pixels` changes brightness, contrast and saturation, and not a loader process."""
+        return self.augmentation.changes_colours_last and self.has_8_bits
 
     @cached_property
     def has_8_bits(self) -> bool:
@@ -286,7 +294,9 @@ class Task:
             raise InputError(
                 str(error), hint="restore the image: files must not change while a run reads them"
             ) from error
-        return self.augmentation.change(image, row["epoch"], row["id"]) if row["training"] else image
+        if not row["training"]:
+            return image
+        return self.augmentation.change(image, row["epoch"], row["id"], has_own_colours=self.changes_colours_on_device)
 
     def count(self, batch: Batch) -> int:
         """Return the number of rows that are not padding."""

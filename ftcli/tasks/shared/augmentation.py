@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ftcli.runtime.seeds import seed_of
+from ftcli.tasks.shared.image_colours import BRIGHTNESS, CONTRAST, SATURATION
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -164,17 +165,34 @@ class Augmentation:
     mixup: float | None
     cutmix: float | None
 
-    def change(self, image: Image, epoch: int, row: int) -> Image:
-        """Return a training image, mirrored, cropped and resized, with other colours and operations."""
+    @property
+    def changes_colours_last(self) -> bool:
+        """Whether training images have the model's size before their colours change, and nothing follows."""
+        return bool(self.color_jitter) and self.crop_scale is not None and self.rand_augment is None
+
+    def change(self, image: Image, epoch: int, row: int, *, has_own_colours: bool = False) -> Image:
+        """Return a training image, mirrored, cropped and resized, with other colours and operations.
+
+        Args:
+            image: The decoded image.
+            epoch: The epoch.
+            row: Number of the row.
+            has_own_colours: Whether to leave brightness, contrast and saturation as they are.
+        """
         from PIL import ImageOps
 
-        if self.flip and seed_of(self.seed, epoch, row) / 2**63 < self.flip:
-            image = ImageOps.mirror(image)
+        is_mirrored = bool(self.flip) and seed_of(self.seed, epoch, row) / 2**63 < self.flip
         if self.crop_scale is not None:
-            box = _random_part(image.size, self.crop_scale, self.crop_ratio, Draws(self.seed, epoch, row, CROP))
-            image = image.resize(self.size[::-1], self.resample, box=box)
-        if self.color_jitter:
-            image = _jitter(image, self.color_jitter, Draws(self.seed, epoch, row, COLOUR))
+            left, top, right, bottom = _random_part(
+                image.size, self.crop_scale, self.crop_ratio, Draws(self.seed, epoch, row, CROP)
+            )
+            if is_mirrored:  # the drawn part is one of the mirrored image; the resized part has fewer pixels to mirror
+                left, right = image.width - right, image.width - left
+            image = image.resize(self.size[::-1], self.resample, box=(left, top, right, bottom))
+        if is_mirrored:
+            image = ImageOps.mirror(image)
+        if self.color_jitter and not has_own_colours:
+            image = _jitter(image, *self.colours(epoch, row))
         if self.rand_augment is not None:
             draws, policy = Draws(self.seed, epoch, row, POLICY), self.rand_augment
             for _ in range(policy.operations):
@@ -182,6 +200,15 @@ class Augmentation:
                 sign = 1 if draws.uniform() < 0.5 else -1
                 image = operation(image, policy.magnitude / MAGNITUDES, sign, self.fill)
         return image
+
+    def colours(self, epoch: int, row: int) -> tuple[list[int], list[float]]:
+        """Return the changes of a row's colours in their order (`image_colours`), and their factors."""
+        draws, left = Draws(self.seed, epoch, row, COLOUR), [BRIGHTNESS, CONTRAST, SATURATION]
+        kinds, factors = [], []
+        while left:
+            kinds.append(left.pop(draws.below(len(left))))
+            factors.append(draws.uniform(1 - self.color_jitter, 1 + self.color_jitter))
+        return kinds, factors
 
     def erased_box(self, size: tuple[int, int], epoch: int, row: int) -> Box:
         """Return the rectangle of a row that gets the mean colour, 0 in normalised pixels; or `NOWHERE`.
@@ -243,14 +270,13 @@ def _random_part(
     return left, top, left + wide, top + tall
 
 
-def _jitter(image: Image, most: float, draws: Draws) -> Image:
-    """Return an image with random brightness, contrast and saturation, in random order."""
+def _jitter(image: Image, kinds: list[int], factors: list[float]) -> Image:
+    """Return an image with changed colours. `image_colours.change_colours` does the same for a batch."""
     from PIL import ImageEnhance
 
-    kinds: list[Any] = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
-    while kinds:
-        kind = kinds.pop(draws.below(len(kinds)))
-        image = kind(image).enhance(draws.uniform(1 - most, 1 + most))
+    changes: list[Any] = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
+    for kind, factor in zip(kinds, factors, strict=True):
+        image = changes[kind](image).enhance(factor)
     return image
 
 

@@ -1,7 +1,7 @@
 """Make the pixels for the model from the images of a batch: normalised, erased and mixed, on the batch's device.
 
 A batch has images with 8 bits, a quarter of the bytes of float32. So loader processes write, and the host copies, a
-quarter. What changes pixels after normalising is part of the batch as small tensors, and is applied here.
+quarter. What changes colours, and pixels after normalising, is part of the batch as small tensors, and is applied here.
 
 A batch of images has these tensors. B: rows, N: images, which are those of the rows in their order, and then partners
 that are no row of the batch.
@@ -9,6 +9,8 @@ that are no row of the batch.
 | name | shape | meaning |
 |---|---|---|
 | `images` | `[N, height, width, 3]` uint8 | the images |
+| `colour_changes` | `[N, changes]` int64 | changes of brightness, contrast and saturation; absent without them |
+| `colour_factors` | `[N, changes]` float32 | their factors |
 | `normalisation` | `[2, 3]` float32 | factor and summand of each channel |
 | `pixel_values` | `[N, channels, height, width]` | instead of both: the pixels of a processor that does more |
 | `erased` | `[N, 4]` int64 | rectangles (top, bottom, left, right) that become 0; absent without random erasing |
@@ -21,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from ftcli.tasks.shared.image_colours import change_colours
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -72,7 +76,10 @@ def model_pixels(batch: Batch) -> Tensor:
         scale, shift = batch["normalisation"].view(2, 3, 1, 1)
         # They are put into the order of channels while they have 8 bits. Multiplying and adding are two operations,
         # because devices differ in whether one operation rounds the product before it adds.
-        values = batch["images"].permute(0, 3, 1, 2).contiguous()
+        images = batch["images"]
+        if "colour_changes" in batch:
+            images = change_colours(images, batch["colour_changes"], batch["colour_factors"])
+        values = images.permute(0, 3, 1, 2).contiguous()
         pixels = values.float().mul_(scale).add_(shift)
     else:
         pixels = batch["pixel_values"]

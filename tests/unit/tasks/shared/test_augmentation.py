@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 import ftcli
 from ftcli.config.load import load_recipe
@@ -20,6 +20,7 @@ from ftcli.data.sampler import TrainOrder
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.build import build_task
 from ftcli.tasks.shared.augmentation import (
+    CROP,
     NOWHERE,
     OPERATIONS,
     Augmentation,
@@ -62,6 +63,15 @@ def test_change_of_an_image_depends_on_epoch_and_row_only() -> None:
     assert len({value.tobytes() for value in expected.values()}) == len(expected)
     other = Augmentation(AugmentationOptions(**ALL), 4, (16, 16), 2, [0.5] * 3)
     assert any(not np.array_equal(np.asarray(other.change(NOISE, *key)), value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("resample", [2, 3])
+def test_mirrored_parts_are_parts_of_the_mirrored_image(resample: int) -> None:
+    one = Augmentation(AugmentationOptions(flip=1.0, crop_scale=[0.2, 1.0]), 3, (16, 24), resample, [0.5] * 3)
+    for row in range(50):
+        left, top, right, bottom = _random_part(NOISE.size, [0.2, 1.0], [3 / 4, 4 / 3], Draws(3, 1, row, CROP))
+        mirrored = ImageOps.mirror(NOISE).resize((24, 16), resample, box=(left, top, right, bottom))
+        assert np.array_equal(np.asarray(one.change(NOISE, 1, row)), np.asarray(mirrored))
 
 
 def test_change_without_options_returns_the_image() -> None:
@@ -202,14 +212,22 @@ def changed_by_the_processor(task: Any, row: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("crops", [True, False])
 @pytest.mark.parametrize("do_pad", [True, False])
-def test_training_pixels_are_those_of_the_processor_erased_and_mixed(folder: Path, crops: bool, do_pad: bool) -> None:
-    """With `do_pad` the processor makes the pixels on the host; otherwise the batch has 8 bits."""
-    task: Any = build_task(recipe(folder, **ALL | {"crop_scale": [0.2, 1.0] if crops else None}))
+@pytest.mark.parametrize("operates", [True, False])
+def test_training_pixels_are_those_of_the_processor_erased_and_mixed(
+    folder: Path, crops: bool, do_pad: bool, operates: bool
+) -> None:
+    """With `do_pad` the processor makes the pixels on the host; otherwise the batch has 8 bits.
+
+    Without further operations colours change on the device.
+    """
+    options = ALL | {"crop_scale": [0.2, 1.0] if crops else None}
+    task: Any = build_task(recipe(folder, **options if operates else options | {"rand_augment": None}))
     task.processor.do_pad = do_pad
     rows = Rows(prepare_rows(task.recipe, task).train, task, training=True)
     documents = [rows[1, number, number + 1][0] for number in range(6)]
     batch, kinds = task.collate(documents), set()
     found = task.probe(batch)["pixel_values"]
+    assert ("colour_changes" in batch) == (crops and not do_pad and not operates)
     assert (batch["images"].dtype == torch.uint8 and len(batch["images"]) == 7) if not do_pad else "images" not in batch
     for row, actual, loss_share in zip(documents, found, batch["shares"], strict=True):
         own, other = (changed_by_the_processor(task, one) for one in (row, row["companions"][0]))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ftcli.runtime.seeds import seed_of
-from ftcli.tasks.shared.image_colours import BRIGHTNESS, CONTRAST, SATURATION
+from ftcli.tasks.shared.image_pixels import BRIGHTNESS, CONTRAST, SATURATION
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -202,7 +202,7 @@ class Augmentation:
         return image
 
     def colours(self, epoch: int, row: int) -> tuple[list[int], list[float]]:
-        """Return the changes of a row's colours in their order (`image_colours`), and their factors."""
+        """Return the changes of a row's colours in their order (`image_pixels`), and their factors."""
         draws, left = Draws(self.seed, epoch, row, COLOUR), [BRIGHTNESS, CONTRAST, SATURATION]
         kinds, factors = [], []
         while left:
@@ -271,7 +271,7 @@ def _random_part(
 
 
 def _jitter(image: Image, kinds: list[int], factors: list[float]) -> Image:
-    """Return an image with changed colours. `image_colours.change_colours` does the same for a batch."""
+    """Return an image with changed colours. `image_pixels.change_colours` does the same for a batch."""
     from PIL import ImageEnhance
 
     changes: list[Any] = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance
 
-from ftcli.tasks.shared.image_colours import BRIGHTNESS, CONTRAST, SATURATION, change_colours
+from ftcli.tasks.shared.image_pixels import BRIGHTNESS, CONTRAST, SATURATION, change_colours
 
 PILLOW = {BRIGHTNESS: ImageEnhance.Brightness, CONTRAST: ImageEnhance.Contrast, SATURATION: ImageEnhance.Color}
 

@@ -15,6 +15,7 @@ from ftcli.models.kernels.channels_last import use_channels_last
 from ftcli.models.kernels.cuda_graphs import COMPARED
 from ftcli.models.kernels.padding_masks import padding_of, replace_mask_functions, use_padding
 from ftcli.runtime.errors import InputError
+from ftcli.tiny_models import build_tiny
 from ftcli.training.batches.row_wait import RowWait
 
 from ..support.small_classifiers import reads_texts, small_classifier
@@ -139,10 +140,18 @@ def test_hooks_of_weights_run_once_and_dropped_outputs_do_not_count() -> None:
     assert all(value.equal(wanted[name]) for name, value in state(captured).items())
 
 
-def test_captured_passes_under_ddp_sum_the_gradients_of_a_window_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def deep_resnet() -> nn.Module:
+    model: nn.Module = build_tiny(
+        "ResNetForImageClassification", embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, num_labels=3
+    )
+    return model.train()
+
+
+@pytest.mark.parametrize(("make", "parts"), [(resnet, 1), (deep_resnet, 4)])
+def test_captured_passes_under_ddp_sum_the_gradients_of_a_window_once(make: Any, parts: int) -> None:
     """One process is enough: DistributedDataParallel runs its hooks and moves gradients into its buckets."""
-    images = [torch.randn(6, 3, 32, 32, device="cuda") for _ in range(4)]
-    plain, captured = in_both_ways(resnet)
+    images = [torch.randn(6, 3, 64, 64, device="cuda") for _ in range(4)]
+    plain, captured = in_both_ways(make)
     torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         for model in (plain, captured):
@@ -154,7 +163,8 @@ def test_captured_passes_under_ddp_sum_the_gradients_of_a_window_once(monkeypatc
                 train(wrapped, images[3:])
     finally:
         torch.distributed.destroy_process_group()
-    assert captured.forward.graphs == 1
+    (capture,) = captured.forward.captures.values()
+    assert len(capture.backward) == parts
     wanted = state(plain)
     assert all(value.equal(wanted[name]) for name, value in state(captured).items())
 

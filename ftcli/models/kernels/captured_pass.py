@@ -2,13 +2,13 @@
 
 A replay repeats the same kernels on the same addresses, so results are equal in all bits.
 
-The second micro-batch of a shape is captured: one graph for the forward pass, one for the backward pass. Texts are
+The second micro-batch of a shape is captured, the forward and the backward pass in graphs of their own. Texts are
 padded to one of a few lengths, so that few graphs serve all micro-batches. These run as without graphs: the first
 micro-batch of a shape, evaluation, a second forward pass before the backward pass of the first, and all passes after
 the memory of a weight was replaced. All graphs share one pool of memory, because only one is between its forward and
 its backward pass.
-Under DistributedDataParallel each process captures its own passes. All gradients then arrive together, at the end of
-the backward pass, so their sum over the processes does not run beside it.
+Under DistributedDataParallel each process captures its own passes. The backward pass has a graph for each of a few
+parts (backward_parts.py), so that the gradients of one part are summed while the next one is computed.
 PyTorch's `torch.cuda.make_graphed_callables` cannot add gradients of several micro-batches, because the gradient of a
 weight then is the memory that the next replay overwrites.
 """
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from ftcli.models.kernels.backward_parts import boundaries_of, parts_of
 from ftcli.models.kernels.padding_masks import Padding, padding_of_mask, use_padding
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.reader_errors import first_line
@@ -89,7 +90,10 @@ class CapturedPass:
         if capture is None or not self._weights_stay():
             return self.plain(**kwargs)
         capture.fill(inputs)
-        outputs = _Replay.apply(self, capture, *self.weights)
+        start = torch.empty(0, device=capture.outputs[0].device)
+        for part in reversed(range(len(capture.backward))):
+            weights = [self.weights[number] for number in capture.backward[part][1]]
+            *outputs, start = _Replay.apply(self, capture, part, start, *weights)
         return capture.kind(**dict(zip(capture.names, outputs, strict=True)))
 
     def _can_replay(self, inputs: dict[str, Any]) -> bool:
@@ -172,27 +176,33 @@ class CapturedPass:
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 outputs = list(_tensors_of(self.plain(**static)).values())
-                found = _gradients(outputs, leaves, [torch.ones_like(one) for one in outputs])
+                found = torch.autograd.grad(
+                    outputs, leaves, [torch.ones_like(one) for one in outputs], allow_unused=True
+                )
             if not self.gradients:
                 self.gradients = [None if one is None else torch.empty_like(one) for one in found]
         torch.cuda.current_stream().wait_stream(stream)
 
     def _record(self, static: dict[str, Tensor], leaves: list[nn.Parameter]) -> _Capture:
-        """Record both graphs. Other threads, of NCCL and of pinned memory, may go on calling CUDA."""
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        """Record the graphs. Other threads, of NCCL and of pinned memory, may go on calling CUDA."""
         how: dict[str, Any] = {"pool": self.pool, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(forward, **how):
+        forward = torch.cuda.CUDAGraph()
+        with boundaries_of(self.model) as boundaries, torch.cuda.graph(forward, **how):
             output = self.plain(**static)
         named = _tensors_of(output)
         outputs = list(named.values())
-        gradients = [torch.zeros_like(one) for one in outputs]
-        with torch.cuda.graph(backward, **how):
-            found = _gradients(outputs, leaves, gradients)
-            for target, gradient in zip(self.gradients, found, strict=True):
-                if target is not None and gradient is not None:
-                    target.copy_(gradient)
+        output_gradients = gradients = [torch.zeros_like(one) for one in outputs]
+        backward = []
+        for part in parts_of(outputs, boundaries, leaves):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, **how):
+                gradients, found = part.gradients(leaves, gradients)
+                for number, gradient in zip(part.weights, found, strict=True):
+                    if (target := self.gradients[number]) is not None and gradient is not None:
+                        target.copy_(gradient)
+            backward.append((graph, part.weights))
         plain = [one.detach() for one in outputs]  # without the graph of autograd
-        return _Capture(static, forward, backward, type(output), list(named), plain, gradients, self.filler)
+        return _Capture(static, forward, backward, type(output), list(named), plain, output_gradients, self.filler)
 
 
 class _Capture(NamedTuple):
@@ -200,7 +210,8 @@ class _Capture(NamedTuple):
 
     Attributes:
         inputs: The memory that the forward graph reads, by name.
-        forward, backward: The graphs.
+        forward: The graph of the forward pass.
+        backward: The graphs of the parts of the backward pass, with the numbers of the weights of each.
         kind, names: The class of the model's output and the names of its tensors.
         outputs: The memory in which the forward graph leaves them.
         output_gradients: The memory from which the backward graph reads their gradients.
@@ -209,7 +220,7 @@ class _Capture(NamedTuple):
 
     inputs: dict[str, Tensor]
     forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph
+    backward: list[tuple[torch.cuda.CUDAGraph, list[int]]]
     kind: Any
     names: list[str]
     outputs: list[Tensor]
@@ -274,12 +285,6 @@ def _leaves_of_their_own(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, 
             setattr(module, name, weight)
 
 
-def _gradients(outputs: list[Tensor], leaves: list[nn.Parameter], gradients: list[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of the leaves, None for those that the outputs do not depend on. Adds up nothing."""
-    found: Any = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
-    return list(found)
-
-
 def _tensors_of(output: Any) -> dict[str, Tensor]:
     """Return the tensors of a model's output by name.
 
@@ -294,15 +299,24 @@ def _tensors_of(output: Any) -> dict[str, Tensor]:
 
 
 class _Replay(torch.autograd.Function):
-    """A replayed forward pass, whose backward pass is replayed too. Autograd sees it as one function of the weights."""
+    """A part of a replayed pass, which autograd sees as a function of the part before and of its weights.
+
+    The first part replays the forward pass. In the backward pass each part replays its own graph, the last part first.
+    """
 
     @staticmethod
-    def forward(ctx: Any, passes: CapturedPass, capture: _Capture, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Return copies of the outputs, because the next replay overwrites them."""
-        ctx.passes, ctx.capture = passes, capture
-        passes.pending = weakref.ref(ctx)  # it dies with the outputs, if they are dropped without a backward pass
-        capture.forward.replay()
-        return tuple(output.clone() for output in capture.outputs)
+    def forward(
+        ctx: Any, passes: CapturedPass, capture: _Capture, part: int, start: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return copies of the outputs in the last part, because the next replay overwrites them; and `start`."""
+        ctx.passes, ctx.capture, ctx.part = passes, capture, part
+        if part == len(capture.backward) - 1:
+            capture.forward.replay()
+        outputs: tuple[Tensor, ...] = ()
+        if part == 0:
+            passes.pending = weakref.ref(ctx)  # it dies with the outputs, if they are dropped without a backward pass
+            outputs = tuple(output.clone() for output in capture.outputs)
+        return (*outputs, start.clone())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -311,8 +325,11 @@ class _Replay(torch.autograd.Function):
         They are the tensors that the next replay overwrites. Autograd copies them or adds them up, because `passes`
         holds them too.
         """
-        for target, gradient in zip(ctx.capture.output_gradients, gradients, strict=True):
-            target.copy_(gradient)
-        ctx.capture.backward.replay()
-        ctx.passes.pending = None
-        return (None, None, *ctx.passes.gradients)
+        if ctx.part == 0:
+            for target, gradient in zip(ctx.capture.output_gradients, gradients[:-1], strict=True):
+                target.copy_(gradient)
+        graph, numbers = ctx.capture.backward[ctx.part]
+        graph.replay()
+        if ctx.part == len(ctx.capture.backward) - 1:
+            ctx.passes.pending = None
+        return (None, None, None, gradients[-1], *(ctx.passes.gradients[number] for number in numbers))

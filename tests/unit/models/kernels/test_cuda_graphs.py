@@ -13,7 +13,6 @@ from ftcli.config.recipe import Recipe
 from ftcli.models.kernels.captured_pass import (
     MOST_GRAPHS,
     CapturedPass,
-    _gradients,
     _leaves_of_their_own,
     _tensors_of,
     padded_length,
@@ -187,7 +186,7 @@ def test_leaves_of_their_own_share_memory_with_the_weights_and_take_no_hooks() -
         assert [weight for weight, _ in pairs] == before and model.tied.weight is model.classifier[1].weight
         assert all(leaf is not weight and leaf.data_ptr() == weight.data_ptr() for weight, leaf in pairs)
         outputs = list(_tensors_of(model(pixel_values=images)).values())
-        found = _gradients(outputs, [leaf for _, leaf in pairs], [torch.ones_like(one) for one in outputs])
+        found = torch.autograd.grad(outputs, [leaf for _, leaf in pairs], [torch.ones_like(one) for one in outputs])
     assert all(now is weight for now, weight in zip(model.parameters(), before, strict=True))
     model(pixel_values=images).logits.sum().backward()
     for gradient, weight in zip(found, before, strict=True):

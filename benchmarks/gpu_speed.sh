@@ -283,9 +283,14 @@ classifiers() { # long runs in alternation
     for round in 1 2 3; do
         cell bert_trainer_$round 90 "${bert[@]}" --peer hf-trainer
         cell bert_ftcli_$round 90 "${bert[@]}" --peer ftcli --label "no extras"
-        cell vit_trainer_$round 120 "${vit[@]}" --learning-rate 1e-6 --peer hf-trainer
-        cell vit_ftcli_$round 120 "${vit[@]}" --learning-rate 1e-6 --peer ftcli --label "no extras" --set data.workers=8
+        cell vit_trainer_$round 120 "${vit[@]}" --learning-rate 2e-7 --peer hf-trainer
+        cell vit_ftcli_$round 120 "${vit[@]}" --learning-rate 2e-7 --peer ftcli --label "no extras" --set data.workers=8
     done
+    # A Trainer whose passes are CUDA graphs as well, of layers that torch.compile has fused.
+    cell vit_trainer_graphs 150 "${vit[@]}" --learning-rate 2e-7 --peer hf-trainer --label "compiled, CUDA graphs" \
+        --set torch_compile=true --set torch_compile_mode=reduce-overhead
+    cell bert_trainer_graphs 200 "${bert[@]}" --peer hf-trainer --label "compiled, CUDA graphs" \
+        --set torch_compile=true --set torch_compile_mode=reduce-overhead
 }
 
 ladder() { # each technique alone, compared with 1b_masters_ftcli and 1b_masters_ftcli_extras

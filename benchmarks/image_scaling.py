@@ -67,12 +67,12 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
     recipe, _, rows, micro_size = MODELS[model]
     profile = "single" if processes == 1 else "ddp"
     cores = (parsed.cores_per_gpu or (os.cpu_count() or 1) // processes) * processes
-    output = folder / "-".join([model, images.name, str(processes), "cores", str(cores), *parsed.set])
+    output = folder / "-".join([model, images.name, str(processes), "cores", str(cores), str(parsed.rows or rows), *parsed.set])
     values = {
         "data.train": images,
         "data.eval": "null",
         "data.workers": parsed.workers or max(1, cores // processes - 1),
-        "batch.global_size": rows,
+        "batch.global_size": parsed.rows or rows,
         "batch.micro_size": micro_size,
         "train.epochs": "null",
         "train.max_steps": parsed.steps,
@@ -102,6 +102,7 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
         "images": images.name,
         "processes": processes,
         "cores": cores,
+        "rows of a step": parsed.rows or rows,
         "settings": parsed.set,
         "images a second": statistics.harmonic_mean(row["rows_per_second"] for row in steady),
         "median": statistics.median(row["rows_per_second"] for row in steady),
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--kinds", nargs="+", choices=("jpg", "bmp"), default=["jpg", "bmp"])
     parser.add_argument("--images", type=int, default=4096, help="number of images")
+    parser.add_argument("--rows", type=int, help="images of a step, such as 4096 for ViT-L/16 as in its recipe")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warm", type=int, default=15, help="steps that are not counted")
     parser.add_argument("--workers", type=int, help="loader processes of each process; absent: all its cores but one")

@@ -67,12 +67,13 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
     recipe, _, rows, micro_size = MODELS[model]
     profile = "single" if processes == 1 else "ddp"
     cores = (parsed.cores_per_gpu or (os.cpu_count() or 1) // processes) * processes
-    output = folder / "-".join([model, images.name, str(processes), "cores", str(cores), str(parsed.rows or rows), *parsed.set])
+    rows = parsed.rows or rows
+    output = folder / "-".join([model, images.name, str(processes), "cores", str(cores), str(rows), *parsed.set])
     values = {
         "data.train": images,
         "data.eval": "null",
         "data.workers": parsed.workers or max(1, cores // processes - 1),
-        "batch.global_size": parsed.rows or rows,
+        "batch.global_size": rows,
         "batch.micro_size": micro_size,
         "train.epochs": "null",
         "train.max_steps": parsed.steps,
@@ -102,7 +103,7 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
         "images": images.name,
         "processes": processes,
         "cores": cores,
-        "rows of a step": parsed.rows or rows,
+        "rows of a step": rows,
         "settings": parsed.set,
         "images a second": statistics.harmonic_mean(row["rows_per_second"] for row in steady),
         "median": statistics.median(row["rows_per_second"] for row in steady),

@@ -15,6 +15,7 @@ def graph_exclusion(recipe: Recipe) -> str | None:
     model, is_custom = recipe.model, is_custom_task(recipe.task)
     excluded = {
         f"task: {recipe.task}": not is_custom and not getattr(task_class(recipe.task), "has_fixed_forward", False),
+        "precision: fp8": recipe.precision == "fp8",
         "adapter.type: lora": recipe.adapter.type != "none",
         "model.torch_compile: true": bool(model.torch_compile),
         "model.activation_offloading: true": model.activation_offloading,

@@ -94,8 +94,8 @@ class Model(Section):
     cuda_graphs: bool | None = Field(
         None,
         description="Replay the passes of an image classifier or a text encoder as CUDA graphs, which spares the "
-        "host the launch of each kernel. For the profiles single and ddp, all weights trained, without torch_compile. "
-        "null: on GPUs for model types on which this was compared, if less than half of the memory is needed. "
+        "host the launch of each kernel. For the profiles single and ddp, without adapter and torch_compile. "
+        "null: on GPUs for tasks and model types on which this was compared, if memory allows it. "
         f"{MACHINE_HINT}",
     )
     gradient_checkpointing: Annotated[

@@ -38,6 +38,12 @@ ATTENTION = declare(
 )
 
 
+def attention_of(model: Any) -> str | None:
+    """Return the name of the attention that a model uses, such as sdpa; None for a model without this choice."""
+    name: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return name
+
+
 def keep_soft_capping(model: Any, requested: str | None = None) -> Any:
     """Replace sdpa by eager attention in a model that soft-caps attention scores (Gemma 2).
 

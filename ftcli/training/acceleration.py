@@ -133,12 +133,13 @@ def accelerate_model(
         hardware.replicate()
     recomputed = choice.mode
     recipe, not_compiled = compile_choice(recomputed, device_type=device_type, may_compile=may_compile)
-    kernel_lines = [*use_kernels(model, recipe, hardware, recomputed), *not_compiled]
+    passes = choice.counts.most if choice.counts is not None else data.plan.accumulation
+    kernel_lines = [*use_kernels(model, recipe, hardware, recomputed, passes=passes), *not_compiled]
     model = hardware.before_prepare(model, recipe)
     return model, recipe, Acceleration(choice, bool(recipe.model.torch_compile), kernel_lines)
 
 
-def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed: str) -> list[str]:
+def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed: str, *, passes: int = 1) -> list[str]:
     """Replace parts of the layers by faster ones, where the recipe and this machine allow it, and compile the layers.
 
     Args:
@@ -146,6 +147,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         recipe: The recipe with `model.torch_compile` decided.
         hardware: The hardware of the run.
         recomputed: What the backward pass computes again: none, selective, full or tiled.
+        passes: Forward passes of a step on each process, at most.
 
     Returns:
         One line for the log for each part.
@@ -163,7 +165,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         *tile_mlps(model, recipe, recomputed, has_hooks=not hardware.may_compile(model)),
         *use_channels_last(model, device_type),
         *compile_layers(model, recipe, recomputed),
-        *use_cuda_graphs(model, recipe, device_type, recomputed=recomputed, is_whole=is_whole),
+        *use_cuda_graphs(model, recipe, device_type, recomputed=recomputed, is_whole=is_whole, first=passes),
     ]
 
 

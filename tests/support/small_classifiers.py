@@ -9,11 +9,11 @@ from torch import nn
 from ftcli.tiny_models import build_tiny
 
 TEXT = {
-    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 32,
+    "hidden_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 32,
     "pad_token_id": 0, "num_labels": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 IMAGE = {
-    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 32,
+    "hidden_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 32,
     "patch_size": 8, "num_labels": 3,
 }  # fmt: skip
 STAGES = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3, "num_stages": 2, "embedding_size": 8}
@@ -27,11 +27,11 @@ CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deberta-v2": ("DebertaV2ForSequenceClassification", TEXT),
     "distilbert": (
         "DistilBertForSequenceClassification",
-        {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24, "vocab_size": 32, "pad_token_id": 0,
+        {"dim": 16, "n_layers": 6, "n_heads": 2, "hidden_dim": 24, "vocab_size": 32, "pad_token_id": 0,
          "num_labels": 2, "max_position_embeddings": 64},
     ),
     "electra": ("ElectraForSequenceClassification", {**TEXT, "embedding_size": 8}),
-    "modernbert": ("ModernBertForSequenceClassification", {**TEXT, "num_hidden_layers": 3, "local_attention": 8}),
+    "modernbert": ("ModernBertForSequenceClassification", {**TEXT, "local_attention": 8}),
     "mpnet": ("MPNetForSequenceClassification", TEXT),
     "roberta": ("RobertaForSequenceClassification", {**TEXT, "pad_token_id": 1}),
     "xlm-roberta": ("XLMRobertaForSequenceClassification", {**TEXT, "pad_token_id": 1}),

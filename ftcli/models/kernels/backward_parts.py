@@ -109,16 +109,23 @@ def parts_of(outputs: list[Tensor], boundaries: list[Tensor], leaves: list[nn.Pa
 
 
 def _weights_behind(tensors: Iterable[Tensor], stop: list[Tensor]) -> tuple[list[int], bool]:
-    """Return the ids of the leaves that tensors depend on without `stop`, and whether they depend on `stop`."""
-    ends = {one.grad_fn for one in stop}
-    queue, visited, leaves = [one.grad_fn for one in tensors], set[Any](), []
+    """Return the ids of the leaves that tensors depend on without `stop`, and whether `stop` is all between the two.
+
+    It is not if they do not depend on it, or if they use another output of the operation that computed it.
+    """
+    ends = {one.grad_fn: one.output_nr for one in stop}
+    queue: list[tuple[Any, int]] = [(one.grad_fn, one.output_nr) for one in tensors]
+    visited, are_met = set[Any](), not ends
+    leaves: list[int] = []
     while queue:
-        node = queue.pop()
-        if node is None or node in visited or node in ends:
+        node, output = queue.pop()
+        if node in ends:
+            if ends[node] != output:
+                return leaves, False
+            are_met = True
+        elif node is not None and node not in visited:
             visited.add(node)
-            continue
-        visited.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.append(id(leaf))
-        queue.extend(following for following, _ in node.next_functions)
-    return leaves, ends <= visited
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaves.append(id(leaf))
+            queue.extend(node.next_functions)
+    return leaves, are_met

@@ -15,57 +15,89 @@ weight then is the memory that the next replay overwrites.
 
 from __future__ import annotations
 
-import gc
+import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
+from ftcli.models.hub import attention_of
 from ftcli.models.kernels.backward_parts import boundaries_of, parts_of
-from ftcli.models.kernels.padding_masks import Padding, padding_of_mask, use_padding
+from ftcli.models.kernels.capture_setting import (
+    HINT,
+    always_padded,
+    leaves_of_their_own,
+    longest_text,
+    no_garbage_collection,
+    padded_length,
+    tensors_of,
+)
+from ftcli.models.kernels.padding_masks import padding_of_mask
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+BACKWARD = 1.5  # bytes of a forward and a backward pass, for each byte of the activations
 WARM_UP = 3  # passes before a capture, in which libraries choose their kernels and allocate their workspaces
 MOST_GRAPHS = 40  # further shapes run as without graphs; texts of up to 512 tokens have 24 lengths
-FIRST_LENGTHS = 16  # tokens between two lengths to which texts are padded; more for longer texts
 IMAGES, TEXTS = {"pixel_values"}, {"input_ids", "attention_mask", "token_type_ids"}
-HINT = "set cuda_graphs to false"
 
 
 class CapturedPass:
     """The forward function of a model, with graphs of its training passes.
 
+    Args:
+        model: The model.
+        is_optional: Whether passes run without graphs where memory is scarce or a capture fails. Otherwise a capture
+            that fails is an error.
+        first: Passes before the first capture, those of the first step. Then the optimizer has its memory, and DDP has
+            the order of its buckets from a pass without graphs, as after a resume.
+        longest: Tokens of the longest text that may come; None if it is not known.
+
     Attributes:
         model: The model.
         plain: Its own forward function.
-        spares_memory: Whether nothing is captured in a run that needs more than half of the device's memory, because
-            the activations of graphs stay in memory. Such a run has micro-batches for which the host is fast enough.
-        captures: Graphs by the shape of the micro-batch; None for a shape that was seen once.
+        captures: Graphs by the shape of the micro-batch; None for a shape without graphs.
+        activations: Bytes that a forward pass of a shape keeps for its backward pass.
         gradients: The memory in which every backward graph leaves the gradients, and `weights` and their `places`.
         filler: Id of the padding token.
+        limit: The most tokens of a text that the model takes; None without a limit.
         pending: Refers to the last replayed forward pass until its backward pass.
     """
 
-    def __init__(self, model: nn.Module, *, spares_memory: bool = False) -> None:
-        self.model, self.plain, self.spares_memory = model, model.forward, spares_memory
+    def __init__(
+        self, model: nn.Module, *, is_optional: bool = False, first: int = 0, longest: int | None = None
+    ) -> None:
+        self.model, self.plain, self.is_optional, self.first = model, model.forward, is_optional, first
         update_wrapper(self, model.forward)  # its signature too
         config: Any = model.config
         self.filler: int = getattr(config, "pad_token_id", None) or 0
+        self.limit, self.longest = longest_text(model), longest
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop all graphs and their memory."""
         self.captures: dict[tuple[Any, ...], _Capture | None] = {}
+        self.activations: dict[tuple[Any, ...], int] = {}
         self.weights: list[nn.Parameter] = []
         self.places: list[int] = []
         self.gradients: list[Tensor | None] = []
         self.pool: Any = None
         self.pending: weakref.ref[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the model has: everything but the graphs, which cannot be copied."""
+        return vars(self) | {
+            **{"captures": {}, "activations": {}, "weights": [], "places": [], "gradients": []},
+            **{"pool": None, "pending": None},
+        }
 
     @property
     def graphs(self) -> int:
@@ -77,24 +109,52 @@ class CapturedPass:
         inputs = {name: value for name, value in kwargs.items() if value is not None}
         if args or not self._can_replay(inputs):
             return self.plain(*args, **kwargs)
-        padding = padding_of_mask(inputs.get("attention_mask"))
-        if "attention_mask" in inputs and padding is None:
+        if "attention_mask" in inputs and padding_of_mask(inputs["attention_mask"]) is None:
             return self.plain(**kwargs)
         shape = self._shape_of(inputs)
-        if shape not in self.captures:
-            self.captures[shape] = None
-            return self.plain(**kwargs)
-        capture = self.captures[shape]
-        if capture is None and self.graphs < MOST_GRAPHS and self._weights_stay() and self._has_room():
-            self.captures[shape] = capture = self._capture(inputs, shape)
+        capture = self.captures.get(shape)
+        if capture is None and shape in self.captures and self.first <= 0 and self._may_capture(shape):
+            capture = self._try_to_capture(inputs, shape)
         if capture is None or not self._weights_stay():
-            return self.plain(**kwargs)
-        capture.fill(inputs)
+            return self._pass_without_graph(inputs, shape)
+        self._fill(capture.inputs, inputs)
         start = torch.empty(0, device=capture.outputs[0].device)
         for part in reversed(range(len(capture.backward))):
             weights = [self.weights[number] for number in capture.backward[part][1]]
             *outputs, start = _Replay.apply(self, capture, part, start, *weights)
         return capture.kind(**dict(zip(capture.names, outputs, strict=True)))
+
+    def _pass_without_graph(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> Any:
+        """Return the output of a pass with the inputs that a graph would have.
+
+        Padding changes the last bits of a result. A resumed run, which sees its shapes anew, must have the same ones.
+        """
+        self.first -= 1
+        self.captures.setdefault(shape, None)
+        before = torch.cuda.memory_allocated()
+        padded = self._space_for(inputs, shape) if "input_ids" in inputs else inputs
+        if padded is not inputs:
+            self._fill(padded, inputs)
+        with always_padded(padded):
+            output = self.plain(**padded)
+        self.activations[shape] = torch.cuda.memory_allocated() - before
+        return output
+
+    def _space_for(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Return memory for the inputs of a shape, with images in the format of these."""
+        if "input_ids" in inputs:
+            return {name: value.new_zeros(shape[:2]) for name, value in inputs.items()}
+        return {name: value.clone() for name, value in inputs.items()}
+
+    def _fill(self, targets: dict[str, Tensor], inputs: dict[str, Tensor]) -> None:
+        """Copy a micro-batch into the memory of its shape. Shorter texts are padded."""
+        for name, target in targets.items():
+            value = inputs[name]
+            if value.shape == target.shape:
+                target.copy_(value)
+            else:
+                target[:, : value.shape[1]].copy_(value)
+                target[:, value.shape[1] :].fill_(self.filler if name == "input_ids" else 0)
 
     def _can_replay(self, inputs: dict[str, Any]) -> bool:
         """Return whether this is a training pass on the GPU, and no replayed one awaits its backward pass."""
@@ -114,20 +174,43 @@ class CapturedPass:
         return (rows, self._length_for(length), *sorted(inputs))
 
     def _length_for(self, length: int) -> int:
-        """Return the length to which texts are padded. A text with as many tokens as the model takes stays as it is."""
+        """Return the length to which texts are padded, at most what the model takes."""
         padded = padded_length(length)
-        config: Any = self.model.config
-        most: int | None = getattr(config, "max_position_embeddings", None)
-        # Some models, such as RoBERTa, do not use their first positions.
-        return length if most is not None and padded > most - self.filler - 1 else padded
+        return padded if self.limit is None else max(length, min(padded, self.limit))
 
     def _weights_stay(self) -> bool:
         """Return whether the weights are still where the graphs read them."""
         return self.places == [weight.data_ptr() for weight in self.weights]
 
-    def _has_room(self) -> bool:
-        """Return whether another graph may be captured."""
-        return not self.spares_memory or 2 * torch.cuda.max_memory_reserved() < torch.cuda.mem_get_info()[1]
+    def _may_capture(self, shape: tuple[Any, ...]) -> bool:
+        """Return whether another shape may be captured."""
+        return self.graphs < MOST_GRAPHS and self._weights_stay() and (not self.is_optional or self._has_room(shape))
+
+    def _has_room(self, shape: tuple[Any, ...]) -> bool:
+        """Return whether the device has memory for the graphs of a shape beside a pass of the longest text.
+
+        The graphs keep the activations of a pass. The gradients need memory twice, once for the graphs.
+        """
+        longer = max(1.0, self.longest / shape[1]) if self.longest is not None and "input_ids" in shape else 1.0
+        if attention_of(self.model) == "eager":
+            longer **= 2
+        weights = sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad)
+        needed = BACKWARD * (1 + longer) * self.activations[shape] + 2 * weights
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return needed < 0.9 * free
+
+    def _try_to_capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> _Capture | None:
+        """Return the graphs for micro-batches like this one; None if they are optional and fail."""
+        try:
+            self.captures[shape] = self._capture(inputs, shape)
+        except (InputError, torch.OutOfMemoryError) as error:
+            if not self.is_optional:
+                raise
+            self._forget()
+            self.first = sys.maxsize  # never again
+            torch.cuda.empty_cache()
+            log_line(f"no CUDA graphs from here on: {first_line(error)}")
+        return self.captures.get(shape)
 
     def _capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> _Capture:
         """Capture a forward and a backward pass for micro-batches like this one.
@@ -137,20 +220,16 @@ class CapturedPass:
         graph of an earlier run, and no graph can be destroyed while another is captured. Afterwards running statistics
         and the state of the random generator are as before.
         """
-        static = {name: value.clone() for name, value in inputs.items()}  # keeps the format of images
-        if "input_ids" in inputs:
-            static = {name: value.new_zeros(shape[:2]) for name, value in inputs.items()}
+        static = self._space_for(inputs, shape)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # running statistics of batch norm
         dtype, is_on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        mask = static.get("attention_mask")
-        always = nullcontext() if mask is None else use_padding(Padding("at the end", tuple(mask.shape)), mask)
         try:
             with (
                 torch.random.fork_rng([torch.cuda.current_device()]),
                 torch.autocast("cuda", dtype, enabled=is_on, cache_enabled=False),
-                _no_garbage_collection(),
-                _leaves_of_their_own(self.model) as pairs,
-                always,
+                no_garbage_collection(),
+                leaves_of_their_own(self.model) as pairs,
+                always_padded(static),
             ):
                 if not self.weights:
                     self.weights = [weight for weight, _ in pairs]
@@ -175,7 +254,7 @@ class CapturedPass:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
-                outputs = list(_tensors_of(self.plain(**static)).values())
+                outputs = list(tensors_of(self.plain(**static)).values())
                 found = torch.autograd.grad(
                     outputs, leaves, [torch.ones_like(one) for one in outputs], allow_unused=True
                 )
@@ -189,7 +268,7 @@ class CapturedPass:
         forward = torch.cuda.CUDAGraph()
         with boundaries_of(self.model) as boundaries, torch.cuda.graph(forward, **how):
             output = self.plain(**static)
-        named = _tensors_of(output)
+        named = tensors_of(output)
         outputs = list(named.values())
         output_gradients = gradients = [torch.zeros_like(one) for one in outputs]
         backward = []
@@ -202,7 +281,7 @@ class CapturedPass:
                         target.copy_(gradient)
             backward.append((graph, part.weights))
         plain = [one.detach() for one in outputs]  # without the graph of autograd
-        return _Capture(static, forward, backward, type(output), list(named), plain, output_gradients, self.filler)
+        return _Capture(static, forward, backward, type(output), list(named), plain, output_gradients)
 
 
 class _Capture(NamedTuple):
@@ -215,7 +294,6 @@ class _Capture(NamedTuple):
         kind, names: The class of the model's output and the names of its tensors.
         outputs: The memory in which the forward graph leaves them.
         output_gradients: The memory from which the backward graph reads their gradients.
-        filler: Id of the padding token.
     """
 
     inputs: dict[str, Tensor]
@@ -225,77 +303,6 @@ class _Capture(NamedTuple):
     names: list[str]
     outputs: list[Tensor]
     output_gradients: list[Tensor]
-    filler: int
-
-    def fill(self, inputs: dict[str, Tensor]) -> None:
-        """Copy a micro-batch to where the forward graph reads it. Shorter texts are padded."""
-        for name, target in self.inputs.items():
-            value = inputs[name]
-            if value.shape == target.shape:
-                target.copy_(value)
-            else:
-                target[:, : value.shape[1]].copy_(value)
-                target[:, value.shape[1] :].fill_(self.filler if name == "input_ids" else 0)
-
-
-def padded_length(length: int) -> int:
-    """Return the length to which texts of some tokens are padded, above 256 tokens at most an eighth more."""
-    step = FIRST_LENGTHS
-    while 16 * step < length:
-        step *= 2
-    return -(-length // step) * step
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Return a context without automatic garbage collection, which begins with a collection."""
-    gc.collect()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@contextmanager
-def _leaves_of_their_own(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Give a model other leaves of autograd with the memory of its trained weights, until the context ends.
-
-    Hooks of a weight, such as those of its user or of DistributedDataParallel, must run once per backward pass, outside
-    of the graph. They stay with the weight.
-
-    Yields:
-        Pairs of a weight and its leaf. A tied weight comes once.
-    """
-    leaves: dict[nn.Parameter, nn.Parameter] = {}
-    replaced = []
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-            if weight.requires_grad:
-                replaced.append((module, name, weight))
-                leaves.setdefault(weight, nn.Parameter(weight.detach()))
-    try:
-        for module, name, weight in replaced:
-            setattr(module, name, leaves[weight])
-        yield list(leaves.items())
-    finally:
-        for module, name, weight in replaced:
-            setattr(module, name, weight)
-
-
-def _tensors_of(output: Any) -> dict[str, Tensor]:
-    """Return the tensors of a model's output by name.
-
-    Raises:
-        InputError: The output is no output class of transformers, or has parts that are not trained tensors.
-    """
-    named = dict(output.items()) if hasattr(output, "items") else {}
-    if not named or not all(isinstance(value, torch.Tensor) and value.requires_grad for value in named.values()):
-        message = f"model.cuda_graphs: the model returns {type(output).__name__}, with other parts than trained tensors"
-        raise InputError(message, hint=HINT)
-    return named
 
 
 class _Replay(torch.autograd.Function):
@@ -309,7 +316,7 @@ class _Replay(torch.autograd.Function):
         ctx: Any, passes: CapturedPass, capture: _Capture, part: int, start: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         """Return copies of the outputs in the last part, because the next replay overwrites them; and `start`."""
-        ctx.passes, ctx.capture, ctx.part = passes, capture, part
+        ctx.passes, ctx.capture, ctx.part, ctx.is_done = passes, capture, part, False
         if part == len(capture.backward) - 1:
             capture.forward.replay()
         outputs: tuple[Tensor, ...] = ()
@@ -319,12 +326,19 @@ class _Replay(torch.autograd.Function):
         return (*outputs, start.clone())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the weights.
 
         They are the tensors that the next replay overwrites. Autograd copies them or adds them up, because `passes`
         holds them too.
+
+        Raises:
+            RuntimeError: The backward pass has run already. It has overwritten its own activations.
         """
+        if ctx.is_done:
+            raise RuntimeError("a replayed pass has one backward pass: set model.cuda_graphs to false")
+        ctx.is_done = True
         if ctx.part == 0:
             for target, gradient in zip(ctx.capture.output_gradients, gradients[:-1], strict=True):
                 target.copy_(gradient)

@@ -10,7 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftcli.config.graph_exclusions import graph_exclusion
-from ftcli.models.kernels.captured_pass import HINT, CapturedPass
+from ftcli.config.task_registry import task_class
+from ftcli.models.hub import attention_of
+from ftcli.models.kernels.capture_setting import HINT
+from ftcli.models.kernels.captured_pass import CapturedPass
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,7 +31,9 @@ COMPARED = frozenset(
 )
 
 
-def use_cuda_graphs(model: nn.Module, recipe: Recipe, device: str, *, recomputed: str, is_whole: bool) -> list[str]:
+def use_cuda_graphs(
+    model: nn.Module, recipe: Recipe, device: str, *, recomputed: str, is_whole: bool, first: int = 1
+) -> list[str]:
     """Replay training passes of a model as CUDA graphs, if the recipe sets `model.cuda_graphs` or leaves it open.
 
     A recipe that leaves it open gets graphs where they are known to work and memory allows them.
@@ -39,6 +44,7 @@ def use_cuda_graphs(model: nn.Module, recipe: Recipe, device: str, *, recomputed
         device: Type of the device, such as "cuda".
         recomputed: What the backward pass computes again: none, selective, full or tiled.
         is_whole: Whether the backend keeps whole weights at the same place on every device.
+        first: Forward passes of the first step, in which nothing is captured.
 
     Returns:
         One line for the log, or none without graphs.
@@ -54,15 +60,20 @@ def use_cuda_graphs(model: nn.Module, recipe: Recipe, device: str, *, recomputed
     problem = problem or _problem_of_run(device, recomputed, is_whole=is_whole) or _problem_of_model(model)
     if problem is not None and requested:
         raise InputError(f"model.cuda_graphs: {problem}", hint=HINT)
-    if problem is not None or (not requested and not _is_compared(model)):
+    if problem is not None or (not requested and not _is_compared(model, recipe)):
         return []
-    model.forward = CapturedPass(model, spares_memory=not requested)
+    longest = recipe.data.max_length if getattr(model, "main_input_name", None) == "input_ids" else None
+    model.forward = CapturedPass(model, is_optional=not requested, first=first, longest=longest)
     return ["CUDA graphs: forward and backward passes, one graph of each for a shape of micro-batches"]
 
 
-def _is_compared(model: nn.Module) -> bool:
-    """Return whether replayed passes of this type of model have been compared with others."""
-    return getattr(getattr(model, "config", None), "model_type", None) in COMPARED
+def _is_compared(model: nn.Module, recipe: Recipe) -> bool:
+    """Return whether replayed passes of this task and type of model have been compared with others.
+
+    A task of the user may do more with a forward pass than a graph allows, such as use its hooks.
+    """
+    is_known = getattr(task_class(recipe.task), "has_fixed_forward", False)
+    return is_known and getattr(getattr(model, "config", None), "model_type", None) in COMPARED
 
 
 def _problem_of_run(device: str, recomputed: str, *, is_whole: bool) -> str | None:
@@ -87,6 +98,10 @@ def _problem_of_model(model: nn.Module) -> str | None:
     is_encoder = kind == "input_ids" and type(model).__name__.endswith("ForSequenceClassification") and not is_causal
     if kind != "pixel_values" and not is_encoder:
         return "it is for models that classify images, or texts with attention in both directions"
+    if (attention := attention_of(model)) not in (None, "sdpa", "eager"):
+        return f"attention {attention} reads the mask on the host"
+    if getattr(model.config, "output_hidden_states", False) or getattr(model.config, "output_attentions", False):
+        return "the model's configuration asks for more outputs than logits"
     if getattr(model.config, "layerdrop", 0) or getattr(model.config, "encoder_layerdrop", 0):
         return "the model leaves out layers that the host draws for each pass (layerdrop)"
     if any("BatchNorm" in type(module).__name__ and module.momentum is None for module in modules):

@@ -88,6 +88,16 @@ def test_a_connection_around_a_boundary_makes_one_part() -> None:
     assert len(parts_of([second(torch.randn(2, 4))], [boundary], leaves)) == 1  # the outputs do not depend on it
 
 
+def test_another_output_of_the_operation_at_a_boundary_makes_one_part() -> None:
+    first, second = nn.Linear(4, 8), nn.Linear(4, 4)
+    leaves = [*first.parameters(), *second.parameters()]
+    for around in (False, True):
+        for number in (0, 1):
+            outputs = first(torch.randn(2, 4)).chunk(2, -1)
+            result = second(outputs[number]) + (outputs[1 - number] if around else 0)
+            assert len(parts_of([result], [outputs[number]], leaves)) == (1 if around else 2)
+
+
 def test_weights_without_a_gradient_belong_to_the_last_part() -> None:
     first, second, unused = (nn.Linear(4, 4) for _ in range(3))
     middle = first(torch.randn(2, 4))

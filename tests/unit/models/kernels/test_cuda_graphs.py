@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import threading
 from typing import Any
 
 import pytest
@@ -10,13 +12,8 @@ import torch
 from torch import nn
 
 from ftcli.config.recipe import Recipe
-from ftcli.models.kernels.captured_pass import (
-    MOST_GRAPHS,
-    CapturedPass,
-    _leaves_of_their_own,
-    _tensors_of,
-    padded_length,
-)
+from ftcli.models.kernels.capture_setting import leaves_of_their_own, padded_length, tensors_of
+from ftcli.models.kernels.captured_pass import MOST_GRAPHS, CapturedPass
 from ftcli.models.kernels.cuda_graphs import COMPARED, use_cuda_graphs
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny
@@ -93,22 +90,64 @@ def test_compared_models_that_the_support_module_does_not_build_are_named() -> N
         {"model": {"torch_compile": True}},
         {"model": {"gradient_checkpointing": "full"}},
         {"model": {"batch_norm": "sync"}},
+        {"precision": "fp8"},
     ],
 )
 def test_runs_that_leave_it_open_and_exclude_graphs_have_none(changes: dict[str, Any]) -> None:
     assert not chosen(resnet(), **changes)
 
 
-def test_runs_that_leave_it_open_capture_nothing_if_they_need_half_of_the_memory(
-    monkeypatch: pytest.MonkeyPatch,
+def test_tasks_of_the_user_have_graphs_only_if_the_recipe_asks_for_them() -> None:
+    task = "./my_task.py"
+    assert not chosen(bert(), task=task)
+    assert chosen(bert(), task=task, model=GRAPHS)
+
+
+@pytest.mark.parametrize(("eager", "longest", "free"), [(False, 16, 130), (False, 64, 250), (True, 64, 750)])
+def test_optional_graphs_need_memory_beside_a_pass_of_the_longest_text(
+    monkeypatch: pytest.MonkeyPatch, eager: bool, longest: int, free: int
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 51)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 100))
-    open_, asked = resnet(), resnet()
-    assert chosen(open_) and not open_.forward._has_room()
-    assert chosen(asked, model=GRAPHS) and asked.forward._has_room()
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 49)
-    assert open_.forward._has_room()
+    model = bert()
+    model.config._attn_implementation = "eager" if eager else "sdpa"
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 20)
+    needed = 2 * sum(weight.nbytes for weight in model.parameters())
+    shape = (2, 16, "attention_mask", "input_ids")
+    for is_optional, least in ((True, free), (False, 0)):
+        passes = CapturedPass(model, is_optional=is_optional, longest=longest)
+        passes.activations[shape] = 25
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (needed / 0.9 + free - 10, 10**9))
+        assert passes._may_capture(shape)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (needed / 0.9 + 0.6 * free - 10, 10**9))
+        assert passes._may_capture(shape) == (least == 0)
+
+
+def test_copies_of_a_model_have_no_graphs() -> None:
+    model = resnet()
+    assert chosen(model, model=GRAPHS)
+    model.forward.captures["shape"] = threading.Lock()  # as little to be copied as a graph
+    model.forward.weights = list(model.parameters())
+    copied = copy.deepcopy(model)
+    assert not copied.forward.captures and not copied.forward.weights and model.forward.captures
+    assert copied.forward.model is copied and copied.forward.plain.__self__ is copied
+    images = torch.randn(2, 3, 32, 32)
+    assert copied(pixel_values=images).logits.equal(model(pixel_values=images).logits)
+
+
+def test_a_pass_of_texts_without_a_graph_is_padded_as_for_one() -> None:
+    model = bert(pad_token_id=0)
+    passes = CapturedPass(model)
+    ids = torch.randint(1, 32, (3, 13))
+    mask = (torch.arange(13)[None] < torch.tensor([[13], [5], [9]])).long()
+    inputs = {"input_ids": ids * mask, "attention_mask": mask}
+    torch.manual_seed(0)
+    found = passes._pass_without_graph(inputs, passes._shape_of(inputs)).logits
+    longer = {name: nn.functional.pad(value, (0, 3)) for name, value in inputs.items()}
+    torch.manual_seed(0)
+    assert found.equal(model(**longer).logits)  # dropout draws the same numbers
+    torch.manual_seed(0)
+    assert not found.equal(model(**inputs).logits)
+    assert list(passes.captures) == [(3, 16, "attention_mask", "input_ids")] and passes.first == -1
 
 
 @pytest.mark.parametrize(
@@ -125,9 +164,26 @@ def test_runs_that_cannot_be_captured_say_why(how: dict[str, Any], why: str) -> 
     assert not chosen(resnet(), **how)
 
 
-def test_models_that_leave_out_layers_at_random_are_not_captured() -> None:
-    with pytest.raises(InputError, match="leaves out layers"):
-        chosen(vit(layerdrop=0.1), model=GRAPHS)
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"layerdrop": 0.1}, "leaves out layers"),
+        ({"output_hidden_states": True}, "more outputs than logits"),
+        ({"output_attentions": True, "attn_implementation": "eager"}, "more outputs than logits"),
+    ],
+)
+def test_models_whose_configuration_excludes_graphs_run_without_them(config: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        chosen(vit(**config), model=GRAPHS)
+    assert not chosen(vit(**config))
+
+
+def test_attention_that_reads_the_mask_on_the_host_is_not_captured() -> None:
+    model = bert()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(InputError, match="attention flash_attention_2 reads the mask"):
+        chosen(model, task="text_classification", model=GRAPHS)
+    assert not chosen(model, task="text_classification")
 
 
 def test_batch_norms_without_momentum_are_not_captured() -> None:
@@ -159,11 +215,22 @@ def test_there_are_few_lengths() -> None:
     assert max(padded_length(length) / length for length in range(257, 4097)) < 1.125
 
 
-def test_texts_as_long_as_the_model_takes_are_not_padded() -> None:
-    passes = CapturedPass(bert(max_position_embeddings=40, pad_token_id=0))
-    assert [passes._length_for(length) for length in (10, 32, 33, 40)] == [16, 32, 33, 40]
-    passes = CapturedPass(bert(max_position_embeddings=34, pad_token_id=1))
-    assert [passes._length_for(length) for length in (10, 32)] == [16, 32]
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("bert", {"max_position_embeddings": 40}, [16, 32, 40, 40]),
+        ("bert", {"max_position_embeddings": 40, "pad_token_id": 31}, [16, 32, 40, 40]),
+        ("roberta", {"max_position_embeddings": 42}, [16, 32, 40, 40]),  # its first position is the third
+        ("roberta", {"max_position_embeddings": 64}, [16, 32, 48, 48]),
+        ("modernbert", {"pad_token_id": 31, "max_position_embeddings": 8192}, [16, 32, 48, 48]),
+    ],
+)
+def test_texts_are_padded_to_at_most_what_the_model_takes(
+    kind: str, changes: dict[str, Any], expected: list[int]
+) -> None:
+    name, settings = CLASSIFIERS[kind]
+    passes = CapturedPass(build_tiny(name, **settings | changes))
+    assert [passes._length_for(length) for length in (10, 32, 33, 40)] == expected
 
 
 def test_passes_on_the_host_and_evaluations_run_as_they_are() -> None:
@@ -176,16 +243,16 @@ def test_passes_on_the_host_and_evaluations_run_as_they_are() -> None:
     assert not model.forward.captures
 
 
-def test_leaves_of_their_own_share_memory_with_the_weights_and_take_no_hooks() -> None:
+def testleaves_of_their_own_share_memory_with_the_weights_and_take_no_hooks() -> None:
     model, images = resnet(), torch.randn(2, 3, 32, 32)
     model.tied = model.classifier[1]
     before = list(model.parameters())
     for weight in before:
         weight.register_hook(lambda gradient: 3 * gradient)
-    with _leaves_of_their_own(model) as pairs:
+    with leaves_of_their_own(model) as pairs:
         assert [weight for weight, _ in pairs] == before and model.tied.weight is model.classifier[1].weight
         assert all(leaf is not weight and leaf.data_ptr() == weight.data_ptr() for weight, leaf in pairs)
-        outputs = list(_tensors_of(model(pixel_values=images)).values())
+        outputs = list(tensors_of(model(pixel_values=images)).values())
         found = torch.autograd.grad(outputs, [leaf for _, leaf in pairs], [torch.ones_like(one) for one in outputs])
     assert all(now is weight for now, weight in zip(model.parameters(), before, strict=True))
     model(pixel_values=images).logits.sum().backward()
@@ -197,6 +264,6 @@ def test_outputs_with_other_parts_than_trained_tensors_are_refused() -> None:
     model, images = resnet(), torch.randn(2, 3, 32, 32)
     model.config.output_hidden_states = True
     with pytest.raises(InputError, match="model returns ImageClassifierOutput"):
-        _tensors_of(model(pixel_values=images))
+        tensors_of(model(pixel_values=images))
     with pytest.raises(InputError, match="model returns Tensor"):
-        _tensors_of(images)
+        tensors_of(images)

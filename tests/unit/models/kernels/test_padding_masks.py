@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.models.kernels.padding_masks import Padding, padding_of, replace_mask_functions, use_padding
+from ftcli.models.kernels.padding_masks import (
+    Padding,
+    _with_padding,
+    padding_of,
+    replace_mask_functions,
+    use_padding,
+)
 
 CAUSAL: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2},
@@ -115,3 +121,15 @@ def test_use_padding_with_another_mask_has_no_effect() -> None:
     with use_padding(padding_of(batch), batch["attention_mask"]):
         assert torch.equal(model(**batch | {"attention_mask": changed})[0], expected)
     assert not torch.allclose(model(**batch)[0], expected)
+
+
+def test_bidirectional_attention_without_a_mask_needs_no_mask_function() -> None:
+    """While a CUDA graph is captured, transformers 5.17 would build a mask of ones."""
+
+    def built(*args: Any, **kwargs: Any) -> str:
+        return "built"
+
+    mask, sizes = _with_padding(built), {"batch_size": 1, "q_length": 4, "kv_length": 4, "attention_mask": None}
+    assert mask(**sizes, allow_is_bidirectional_skip=True) is None
+    assert mask(**sizes, allow_is_bidirectional_skip=True, local_size=2) == "built"
+    assert mask(**sizes) == "built"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.runtime.stop import Stopped
+from ftcli.training.batches.moment import Moment
 from ftcli.training.batches.window import windows
 from ftcli.training.checkpointing import record_missed_metrics, roll_back, save_checkpoint
 from ftcli.training.evaluation import measure
@@ -90,6 +91,7 @@ def _train_until_undone(run: Run, turn: int) -> Iterator[Step]:
             run.hardware.step(optimizer)
         means = run.terms.means(run.hardware.ranks.sum_on_device(sums), message)
         heartbeat.beat("loading rows", number)
+        end = Moment(run.hardware.accelerator.device)
         done, window = window, next(ahead, None)  # the host loads the next rows while the device computes
         heartbeat.beat("waiting for the device", number)
         if not run.guard.check_previous_step():  # reads values of the step before; this step is still on the device
@@ -104,6 +106,7 @@ def _train_until_undone(run: Run, turn: int) -> Iterator[Step]:
             samples=message.digest % 2**64,
             rows=message.rows,
             data_seconds=done.wait.seconds(),
+            end=end,
             stop=window is not None and window.message().stop_requests > 0,  # the newest message of all ranks
             loss_tensor=means.loss,
             norm_tensor=norm,
@@ -190,10 +193,11 @@ def train(run: Run) -> None:
 
 def _measure(run: Run, report: Reporter, step: int) -> dict[str, float] | None:
     """Evaluate, answer prompts, record and return the metrics; None after a stop request. A collective."""
+    started = time.perf_counter()
     try:
         metrics, answers = measure(run)
     except Stopped:
         return None
-    report.evaluation(step, metrics)
+    report.evaluation(step, metrics, time.perf_counter() - started)
     report.answers(step, answers)
     return metrics

@@ -6,6 +6,7 @@ out over the ranks and brought together.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -52,6 +53,7 @@ def evaluate(run: Run) -> dict[str, float]:
     """
     if run.eval_loader is None or run.rows.eval is None:
         raise InputError("the recipe has no evaluation rows", hint="set data.eval or data.eval_rows")
+    started = time.perf_counter()
     average_statistics(run.hardware.unwrap(run.model), run.recipe.model.batch_norm, run.hardware.ranks)
     run.model.eval()
     collected: dict[str, list[np.ndarray]] = {}
@@ -80,7 +82,7 @@ def evaluate(run: Run) -> dict[str, float]:
         metrics.setdefault(name, value)
     write_drawings(run, run.folder, f"step-{run.position:06d}")
     if run.record is not None:
-        run.record.evaluation(metrics)
+        run.record.evaluation(metrics, time.perf_counter() - started)
     return metrics
 
 

@@ -134,9 +134,9 @@ class OwnLoop:
         """Record an optimizer step, and write a row of metrics if one is due."""
         self.reporter.step(step)
 
-    def evaluation(self, metrics: dict[str, float]) -> None:
-        """Record the metrics of an evaluation after the newest step."""
-        self.reporter.evaluation(self.run.position, metrics)
+    def evaluation(self, metrics: dict[str, float], seconds: float) -> None:
+        """Record the metrics of an evaluation of some seconds after the newest step."""
+        self.reporter.evaluation(self.run.position, metrics, seconds)
         if self._end_status is not None:
             self._write_status(*self._end_status)
 

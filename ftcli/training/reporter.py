@@ -61,7 +61,7 @@ class Reporter:
         self._started = time.perf_counter()
         self._items = self._rows = 0
         self._data_seconds = 0.0
-        self._since = Moment(run.hardware.accelerator.device)  # the end of the last row, or of a pause after it
+        self._since = Moment(run.hardware.accelerator.device)  # the end of the last row
         self._paused = self._trained = 0.0  # seconds of pauses since then, and of training in all rows
         self._printed = self._stated = 0.0
         self._is_first = True  # the next step is the first of this launch
@@ -154,11 +154,11 @@ class Reporter:
         if unwritten is not None:
             step, copy = unwritten
             step.finish_reading(copy)
-            self._write_step(step, copy.arrival)
+            self._write_step(step)
 
-    def _write_step(self, step: Step, end: Moment) -> None:
-        """Write and show the row of a step that ended at a moment."""
-        row = self._row(step, end)
+    def _write_step(self, step: Step) -> None:
+        """Write and show the row of a step."""
+        row = self._row(step)
         undone = self.run.recipe.faults.non_finite != "skip"
         if undone and not self.run.guard.is_good(row["loss"], row["grad_norm"]):
             return  # a step that is undone or ends the run has no row
@@ -175,13 +175,13 @@ class Reporter:
             facts = json.loads(path.read_text(encoding="utf-8"))
             self.folder.write_json(path.name, facts | {"seconds_to_first_step": seconds})
 
-    def _row(self, step: Step, end: Moment) -> dict[str, Any]:
-        """Return the row of metrics of a step that ended at a moment.
+    def _row(self, step: Step) -> dict[str, Any]:
+        """Return the row of metrics of a step.
 
         A row may be written at the end of the next step, so the time of writing says nothing about the speed.
         """
         values = {"loss": step.loss, "grad_norm": step.grad_norm}
-        elapsed = max(end.seconds_since(self._since) - self._paused, 1e-9)
+        elapsed = max(step.end.seconds_since(self._since) - self._paused, 1e-9)
         self._trained += elapsed
         scale = self.run.hardware.loss_scale
         row = {
@@ -201,12 +201,8 @@ class Reporter:
             "seconds": self._trained,
             **self.run.load.take(),
         }
-        self._since, self._items, self._rows, self._data_seconds, self._paused = end, 0, 0, 0.0, 0.0
+        self._since, self._items, self._rows, self._data_seconds, self._paused = step.end, 0, 0, 0.0, 0.0
         return row
-
-    def _end_pause(self) -> None:
-        """Count the time since the last row as no training."""
-        self._since, self._paused = Moment(self.run.hardware.accelerator.device), 0.0
 
     def _epoch(self, number: int) -> float:
         """Return the number of passes over the training rows after a step. Dropped rows do not count."""
@@ -243,14 +239,15 @@ class Reporter:
             left = row["seconds"] / max(row["step"] - self.run.first_step, 1) * (self.run.steps - row["step"])
             self.print_line(f"step {row['step']}/{self.run.steps}  {line}  {left:.0f} s left")
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+    def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Record the metrics of an evaluation.
 
         Args:
             step: Number of finished steps.
             metrics: Name -> value.
+            seconds: Time for which training waited, with the answers to prompts.
         """
-        self._end_pause()
+        self._paused += seconds
         if self.main:
             row = {"step": step} | {f"eval/{name}": value for name, value in metrics.items()}
             self._write(row)
@@ -263,7 +260,6 @@ class Reporter:
             step: Number of finished steps.
             answers: The answers.
         """
-        self._end_pause()
         if not self.main or not answers:
             return
         for answer in answers[:SHOWN_ANSWERS]:

@@ -21,18 +21,15 @@ class HostCopy:
 
     Args:
         values: `[N]`, on any device.
-
-    Attributes:
-        arrival: The moment at which the values are on the host.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.to("cpu", non_blocking=True)
-        self.arrival = Moment(values.device)
+        self._arrival = Moment(values.device)
 
     def wait(self) -> torch.Tensor:
         """Return the values on the host, after they have arrived."""
-        self.arrival.wait()
+        self._arrival.wait()
         return self._values
 
 
@@ -46,6 +43,7 @@ class Step:
     samples: int  # digest of the ids of the rows that were really delivered, over all ranks
     rows: int
     data_seconds: float  # time this process, or its GPU, waited for its rows
+    end: Moment  # before the rows of the next step are loaded
     stop: bool  # a rank has a stop request
     loss_tensor: torch.Tensor
     norm_tensor: torch.Tensor

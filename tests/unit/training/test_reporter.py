@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +33,6 @@ def record(
     late: bool,
     fail_after: int | None = None,
     spoil_after: int | None = None,
-    nap: float = 0.0,
 ) -> list[list[int]]:
     """Train with a reporter, and return the numbers of the rows that are on the disk after each step."""
     from ftcli.loop import steps
@@ -47,7 +46,6 @@ def record(
     seen = []
     with Reporter(run, quiet=True, late=late) as report:
         for step in steps(run):
-            time.sleep(nap)
             report.step(step)
             seen.append(numbers(folder / "metrics.jsonl"))
             if step.number == fail_after:
@@ -76,14 +74,83 @@ def test_late_rows_have_the_values_of_rows_that_are_written_at_once(inputs: Path
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_no_row_has_a_higher_speed_than_its_step(inputs: Path, tmp_path: Path, late: bool) -> None:
-    """A late row is written together with the next one if an evaluation follows that."""
-    recipe, nap = recipe_of(inputs), 0.05
-    record(recipe, tmp_path / "run", late=late, nap=nap)
+def test_speeds_and_seconds_leave_out_pauses_and_the_time_of_writing(
+    inputs: Path, tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step takes a second. Rows of two steps; an evaluation lies within the second, a checkpoint in the third."""
+    from ftcli.loop import steps
+    from ftcli.runtime.run_folder import RunFolder
+    from ftcli.training.batches import moment
+    from ftcli.training.reporter import Reporter
+    from ftcli.training.setup import prepare
+
+    clock = [100.0]
+    monkeypatch.setattr(moment, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    recipe = recipe_of(inputs, log={"every_steps": 2})
+    run = prepare(recipe, cpu=True)
+    (tmp_path / "run").mkdir()
+    run.folder = RunFolder(tmp_path / "run")
+    with Reporter(run, quiet=True, late=late) as report:
+        for step in steps(run):
+            report.step(step)
+            clock[0] += 1
+            if step.number == 3:
+                clock[0] += 50
+                report.evaluation(step.number, {"loss": 1.0}, 50.0)
+                report.answers(step.number, [])
+            if step.number == 5:
+                clock[0] += 70
+                report.saved(step.number, None, 70.0)
     written = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
-    assert len(written) == STEPS
-    assert all(row["rows_per_second"] <= recipe.batch.global_size / nap for row in written)
-    assert written[-1]["seconds"] >= STEPS * nap
+    size = recipe.batch.global_size
+    assert [(row["step"], row["rows_per_second"], row["seconds"]) for row in written] == [
+        (2, 2 * size, 1.0),  # the first step ends before the first second
+        (4, size, 3.0),
+        (6, size, 5.0),
+    ]
+
+
+class SlowRows:
+    """A moment later on a clock whenever rows are asked for."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def __call__(self, run: Any) -> Any:
+        from ftcli.training.batches.window import windows
+
+        loaded = windows(run)
+        while True:
+            self.clock[0] += 3
+            window = next(loaded, None)
+            if window is None:
+                return
+            window.wait = SimpleNamespace(seconds=lambda: 3.0)
+            yield window
+
+
+def test_the_wait_for_rows_lies_in_the_row_of_the_step_that_trains_on_them(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ftcli import loop
+    from ftcli.runtime.run_folder import RunFolder
+    from ftcli.training.batches import moment
+    from ftcli.training.reporter import Reporter
+    from ftcli.training.setup import prepare
+
+    clock = [100.0]
+    monkeypatch.setattr(moment, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(loop, "windows", SlowRows(clock))
+    run = prepare(recipe_of(inputs), cpu=True)
+    (tmp_path / "run").mkdir()
+    run.folder = RunFolder(tmp_path / "run")
+    with Reporter(run, quiet=True) as report:
+        for step in loop.steps(run):
+            clock[0] += 1
+            report.step(step)
+    written = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert [row["data_wait_share"] for row in written] == [1.0] + [0.75] * (STEPS - 1)
+    assert [row["rows_per_second"] for row in written][1:] == [run.recipe.batch.global_size / 4] * (STEPS - 1)
 
 
 def test_late_rows_of_a_loop_that_fails_are_written_at_its_end(inputs: Path, tmp_path: Path) -> None:

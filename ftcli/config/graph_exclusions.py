@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 def graph_exclusion(recipe: Recipe) -> str | None:
     """Return the first setting of a recipe that excludes `model.cuda_graphs`, as "key: value", or None."""
-    model, is_custom = recipe.model, is_custom_task(recipe.task)
+    model, shipped = recipe.model, None if is_custom_task(recipe.task) else task_class(recipe.task)
     excluded = {
-        f"task: {recipe.task}": not is_custom and not getattr(task_class(recipe.task), "has_fixed_forward", False),
+        f"task: {recipe.task}": shipped is not None and not getattr(shipped, "has_fixed_forward", False),
         "precision: fp8": recipe.precision == "fp8",
         "adapter.type: lora": recipe.adapter.type != "none",
         "model.torch_compile: true": bool(model.torch_compile),

@@ -4,7 +4,7 @@ Images are processed by the model's Hugging Face image processor with the Pillow
 torchvision. They are RGB with 8 bits, rotated as their Exif data require; 16-bit pixels are scaled. Every image is
 decoded once when rows are prepared, so that a broken image is reported then (`data.max_bad_rows`). Random changes of
 training images follow from (seed, epoch, row) and are made where rows are collated, in loader processes with
-`data.workers`. Batches have images with 8 bits. `probe` normalises, erases and mixes them on the device.
+`data.workers`. Batches have images with 8 bits. `probe` changes colours, normalises, erases and mixes on the device.
 Shapes: B rows, C labels.
 """
 

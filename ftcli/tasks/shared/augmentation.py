@@ -1,7 +1,7 @@
 """Random changes of training images that follow from (seed, epoch, row) alone, in any process.
 
-Pillow changes the pixels. It is installed wherever images are read, and its results do not depend on the device. The
-numbers are drawn here, by a hash, because generators of libraries depend on what they drew before and on their version.
+Pillow changes the pixels, and image_pixels.py some of the colours. Pillow is installed wherever images are read, and
+its results do not depend on the device. The numbers are drawn here, by a hash, because generators of libraries depend on what they drew before and on their version.
 torchvision was not used, because it has no build for torch without CUDA in the package index, and because its pixels
 differ from those of the image processor's Pillow backend, with which models are evaluated. albumentations is no longer
 maintained, its successor has another licence, and kornia draws from torch's global generator.
@@ -180,16 +180,20 @@ class Augmentation:
             has_own_colours: Whether to leave brightness, contrast and saturation as they are.
         """
         from PIL import ImageOps
+        from PIL.Image import Resampling
 
         is_mirrored = bool(self.flip) and seed_of(self.seed, epoch, row) / 2**63 < self.flip
+        is_late = self.crop_scale is not None and self.resample not in (Resampling.NEAREST, Resampling.BOX)
+        if is_mirrored and not is_late:
+            image = ImageOps.mirror(image)
         if self.crop_scale is not None:
             left, top, right, bottom = _random_part(
                 image.size, self.crop_scale, self.crop_ratio, Draws(self.seed, epoch, row, CROP)
             )
-            if is_mirrored:  # the drawn part is one of the mirrored image; the resized part has fewer pixels to mirror
+            if is_mirrored and is_late:  # the drawn part is one of the mirrored image
                 left, right = image.width - right, image.width - left
             image = image.resize(self.size[::-1], self.resample, box=(left, top, right, bottom))
-        if is_mirrored:
+        if is_mirrored and is_late:  # fewer pixels; the filter weighs left and right alike, so the bits are the same
             image = ImageOps.mirror(image)
         if self.color_jitter and not has_own_colours:
             image = _jitter(image, *self.colours(epoch, row))

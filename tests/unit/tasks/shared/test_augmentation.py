@@ -65,7 +65,7 @@ def test_change_of_an_image_depends_on_epoch_and_row_only() -> None:
     assert any(not np.array_equal(np.asarray(other.change(NOISE, *key)), value) for key, value in expected.items())
 
 
-@pytest.mark.parametrize("resample", [2, 3])
+@pytest.mark.parametrize("resample", range(6))
 def test_mirrored_parts_are_parts_of_the_mirrored_image(resample: int) -> None:
     one = Augmentation(AugmentationOptions(flip=1.0, crop_scale=[0.2, 1.0]), 3, (16, 24), resample, [0.5] * 3)
     for row in range(50):
@@ -267,10 +267,11 @@ def test_rows_beside_an_excluded_one_are_not_mixed(folder: Path) -> None:
 
 
 def test_collate_of_evaluation_rows_changes_nothing(folder: Path) -> None:
-    plain, changed = build_task(recipe(folder)), build_task(recipe(folder, **ALL))
+    plain, *changed = (build_task(recipe(folder, **options)) for options in ({}, ALL, ALL | {"rand_augment": None}))
     prepared = prepare_rows(plain.recipe, plain)  # type: ignore[attr-defined]
-    first, second = (Collate(task)([Rows(prepared.train, task, training=False)[0, 3]]) for task in (plain, changed))
-    assert set(first) == set(second) and torch.equal(first["images"], second["images"])
+    first, *others = (Collate(task)([Rows(prepared.train, task, training=False)[0, 3]]) for task in (plain, *changed))
+    for other in others:
+        assert set(first) == set(other) and torch.equal(first["images"], other["images"])
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

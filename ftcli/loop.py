@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.runtime.stop import Stopped
-from ftcli.training.batches.moment import Moment
 from ftcli.training.batches.window import windows
 from ftcli.training.checkpointing import record_missed_metrics, roll_back, save_checkpoint
 from ftcli.training.evaluation import measure
@@ -91,8 +90,7 @@ def _train_until_undone(run: Run, turn: int) -> Iterator[Step]:
             run.hardware.step(optimizer)
         means = run.terms.means(run.hardware.ranks.sum_on_device(sums), message)
         heartbeat.beat("loading rows", number)
-        end = Moment(run.hardware.accelerator.device)
-        done, window = window, next(ahead, None)  # the host loads the next rows while the device computes
+        done, end, window = window, run.moment(), next(ahead, None)  # loads rows while the device computes
         heartbeat.beat("waiting for the device", number)
         if not run.guard.check_previous_step():  # reads values of the step before; this step is still on the device
             break
@@ -193,11 +191,9 @@ def train(run: Run) -> None:
 
 def _measure(run: Run, report: Reporter, step: int) -> dict[str, float] | None:
     """Evaluate, answer prompts, record and return the metrics; None after a stop request. A collective."""
-    started = time.perf_counter()
     try:
-        metrics, answers = measure(run)
+        found = measure(run)
     except Stopped:
         return None
-    report.evaluation(step, metrics, time.perf_counter() - started)
-    report.answers(step, answers)
-    return metrics
+    report.evaluation(step, *found)
+    return found.metrics

@@ -7,7 +7,7 @@ out over the ranks and brought together.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -163,12 +163,27 @@ def sample_prompts(run: Run) -> list[Answer]:
     return [build_answer(tokenizer, run.prompts[number].prompt, every[number], ends) for number in sorted(every)]
 
 
-def measure(run: Run) -> tuple[dict[str, float], list[Answer]]:
-    """Return the metrics of the evaluation rows and of the answers to the prompts, and the answers; a collective."""
+class Evaluation(NamedTuple):
+    """What an evaluation found.
+
+    Attributes:
+        metrics: Those of the evaluation rows and of the answers.
+        seconds: How long it took.
+        answers: The answers to prompts.
+    """
+
+    metrics: dict[str, float]
+    seconds: float
+    answers: list[Answer]
+
+
+def measure(run: Run) -> Evaluation:
+    """Evaluate the rows, and answer the prompts. A collective."""
+    started = time.perf_counter()
     with automatic_collection():
         metrics = {} if run.eval_loader is None else evaluate(run)
         answers = sample_prompts(run)
-    return metrics | measure_answers(answers), answers
+    return Evaluation(metrics | measure_answers(answers), time.perf_counter() - started, answers)
 
 
 def measure_answers(answers: list[Answer]) -> dict[str, float]:

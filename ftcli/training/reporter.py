@@ -12,6 +12,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from ftcli.runtime.load_monitor import gpu_uuid
 from ftcli.runtime.log import log_line
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.terminal import printable, progress_bar, shortened
-from ftcli.training.batches.moment import Moment
 from ftcli.training.run import due
 from ftcli.training.trackers import Trackers
 
@@ -61,7 +61,7 @@ class Reporter:
         self._started = time.perf_counter()
         self._items = self._rows = 0
         self._data_seconds = 0.0
-        self._since = Moment(run.hardware.accelerator.device)  # the end of the last row
+        self._since = run.moment()  # the end of the last row
         self._paused = self._trained = 0.0  # seconds of pauses since then, and of training in all rows
         self._printed = self._stated = 0.0
         self._is_first = True  # the next step is the first of this launch
@@ -239,29 +239,25 @@ class Reporter:
             left = row["seconds"] / max(row["step"] - self.run.first_step, 1) * (self.run.steps - row["step"])
             self.print_line(f"step {row['step']}/{self.run.steps}  {line}  {left:.0f} s left")
 
-    def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """Record the metrics of an evaluation.
+    def evaluation(self, step: int, metrics: dict[str, float], seconds: float, answers: Sequence[Answer] = ()) -> None:
+        """Record the metrics of an evaluation, and the answers to prompts.
 
         Args:
             step: Number of finished steps.
             metrics: Name -> value.
-            seconds: Time for which training waited, with the answers to prompts.
+            seconds: Time for which training waited.
+            answers: All go into samples.jsonl, the first ones into the log.
         """
         self._paused += seconds
         if self.main:
             row = {"step": step} | {f"eval/{name}": value for name, value in metrics.items()}
             self._write(row)
             self.print_line(f"step {step}: evaluation " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+        if self.main and answers:
+            self._show_answers(step, answers)
 
-    def answers(self, step: int, answers: list[Answer]) -> None:
-        """Record answers to prompts: all in samples.jsonl, the first ones in the log.
-
-        Args:
-            step: Number of finished steps.
-            answers: The answers.
-        """
-        if not self.main or not answers:
-            return
+    def _show_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        """Write answers to prompts into samples.jsonl and to trackers, and the first ones into the log."""
         for answer in answers[:SHOWN_ANSWERS]:
             self.print_line(
                 f"step {step}: {shortened(answer.prompt.last_text, WIDEST // 2)} -> {shortened(answer.text, WIDEST)}"
@@ -270,7 +266,7 @@ class Reporter:
             if more := len(answers[SHOWN_ANSWERS:]):
                 self.print_line(f"step {step}: {more} more in {self.folder.samples}")
             self.folder.append_samples([{"step": step} | answer.as_dict() for answer in answers])
-            self.trackers.log_answers(answers[:SHOWN_ANSWERS], step)
+            self.trackers.log_answers(list(answers[:SHOWN_ANSWERS]), step)
 
     def saved(self, step: int, folder: Path | None, seconds: float) -> None:
         """Record a checkpoint that is complete or written in the background.

@@ -23,6 +23,7 @@ from ftcli.runtime.seeds import seed_of
 from ftcli.runtime.stop import StopRequest
 from ftcli.tasks.protocol import has_first_pass
 from ftcli.training.batches.dataloaders import Collate, Rows
+from ftcli.training.batches.moment import Moment
 from ftcli.training.optim.schedule import learning_rate
 from ftcli.training.progress import Progress
 
@@ -171,6 +172,10 @@ class Run:
             further = [values_of(values, ids).seen_by(ids)]
         contributions = self.terms.read(task.loss(self.model, batch, *further))
         return contributions.scaled(term.weight for term in self.terms.terms.values())
+
+    def moment(self) -> Moment:
+        """Return this moment, on the clocks of the host and of this process's device."""
+        return Moment(self.hardware.accelerator.device)
 
     def reseed(self, step: int, micro_batch: int | None = None) -> None:
         """Seed this process's generators (dropout) from (seed, step, rank): they carry no state between steps.

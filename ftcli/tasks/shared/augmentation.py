@@ -1,7 +1,8 @@
 """Random changes of training images that follow from (seed, epoch, row) alone, in any process.
 
 Pillow changes the pixels, and image_pixels.py some of the colours. Pillow is installed wherever images are read, and
-its results do not depend on the device. The numbers are drawn here, by a hash, because generators of libraries depend on what they drew before and on their version.
+its results do not depend on the device. The numbers are drawn here, by a hash, because generators of libraries depend
+on what they drew before and on their version.
 torchvision was not used, because it has no build for torch without CUDA in the package index, and because its pixels
 differ from those of the image processor's Pillow backend, with which models are evaluated. albumentations is no longer
 maintained, its successor has another licence, and kornia draws from torch's global generator.

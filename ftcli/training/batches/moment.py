@@ -1,10 +1,15 @@
-"""A moment of a run on the clocks of the host and of the device, which works behind the host."""
+"""A moment of a run on the clocks of the host and of the device, which works behind the host.
+
+The module never imports torch without a GPU, because `training/run.py` does not either.
+"""
 
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Moment:
@@ -22,6 +27,8 @@ class Moment:
         self.host = time.perf_counter()
         self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
+            import torch
+
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record(torch.cuda.current_stream(device))
 

@@ -195,7 +195,7 @@ class CapturedPass:
         if attention_of(self.model) == "eager":
             longer **= 2
         weights = sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad)
-        needed = BACKWARD * (1 + longer) * self.activations[shape] + 2 * weights
+        needed = BACKWARD * (1 + longer) * self.activations.get(shape, 0) + 2 * weights
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return needed < 0.9 * free
 

@@ -65,6 +65,23 @@ def leaves_of_their_own(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, n
             setattr(module, name, weight)
 
 
+def fill_inputs(targets: dict[str, Tensor], inputs: dict[str, Tensor], filler: int) -> None:
+    """Copy a micro-batch into the memory of its shape. Shorter texts are padded.
+
+    Args:
+        targets: The memory, by name of the input.
+        inputs: The micro-batch.
+        filler: Id of the padding token.
+    """
+    for name, target in targets.items():
+        value = inputs[name]
+        if value.shape == target.shape:
+            target.copy_(value)
+        else:
+            target[:, : value.shape[1]].copy_(value)
+            target[:, value.shape[1] :].fill_(filler if name == "input_ids" else 0)
+
+
 def padded_length(length: int) -> int:
     """Return the length to which texts of some tokens are padded, above 256 tokens at most an eighth more."""
     step = FIRST_LENGTHS

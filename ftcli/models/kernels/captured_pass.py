@@ -29,6 +29,7 @@ from ftcli.models.kernels.backward_parts import boundaries_of, parts_of
 from ftcli.models.kernels.capture_setting import (
     HINT,
     always_padded,
+    fill_inputs,
     leaves_of_their_own,
     longest_text,
     no_garbage_collection,
@@ -80,6 +81,7 @@ class CapturedPass:
         config: Any = model.config
         self.filler: int = getattr(config, "pad_token_id", None) or 0
         self.limit, self.longest = longest_text(model), longest
+        self.lacks_memory = False  # whether the log says that a shape has no graphs for this reason
         self._forget()
 
     def _forget(self) -> None:
@@ -117,7 +119,7 @@ class CapturedPass:
             capture = self._try_to_capture(inputs, shape)
         if capture is None or not self._weights_stay():
             return self._pass_without_graph(inputs, shape)
-        self._fill(capture.inputs, inputs)
+        fill_inputs(capture.inputs, inputs, self.filler)
         start = torch.empty(0, device=capture.outputs[0].device)
         for part in reversed(range(len(capture.backward))):
             weights = [self.weights[number] for number in capture.backward[part][1]]
@@ -134,7 +136,7 @@ class CapturedPass:
         before = torch.cuda.memory_allocated()
         padded = self._space_for(inputs, shape) if "input_ids" in inputs else inputs
         if padded is not inputs:
-            self._fill(padded, inputs)
+            fill_inputs(padded, inputs, self.filler)
         with always_padded(padded):
             output = self.plain(**padded)
         self.activations[shape] = torch.cuda.memory_allocated() - before
@@ -145,16 +147,6 @@ class CapturedPass:
         if "input_ids" in inputs:
             return {name: value.new_zeros(shape[:2]) for name, value in inputs.items()}
         return {name: value.clone() for name, value in inputs.items()}
-
-    def _fill(self, targets: dict[str, Tensor], inputs: dict[str, Tensor]) -> None:
-        """Copy a micro-batch into the memory of its shape. Shorter texts are padded."""
-        for name, target in targets.items():
-            value = inputs[name]
-            if value.shape == target.shape:
-                target.copy_(value)
-            else:
-                target[:, : value.shape[1]].copy_(value)
-                target[:, value.shape[1] :].fill_(self.filler if name == "input_ids" else 0)
 
     def _can_replay(self, inputs: dict[str, Any]) -> bool:
         """Return whether this is a training pass on the GPU, and no replayed one awaits its backward pass."""
@@ -197,7 +189,12 @@ class CapturedPass:
         weights = sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad)
         needed = BACKWARD * (1 + longer) * self.activations.get(shape, 0) + 2 * weights
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return needed < 0.9 * free
+        if needed < 0.9 * free:
+            return True
+        if not self.lacks_memory:
+            log_line("some passes have no CUDA graphs, because memory is scarce: model.cuda_graphs true asks for them")
+        self.lacks_memory = True
+        return False
 
     def _try_to_capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> _Capture | None:
         """Return the graphs for micro-batches like this one; None if they are optional and fail."""

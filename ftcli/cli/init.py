@@ -19,6 +19,7 @@ from ftcli.config.reference import SCHEMA_FILE
 from ftcli.config.task_registry import find_task
 from ftcli.config.validation import branches, describe_value, validate
 from ftcli.config.yaml_document import dump_document
+from ftcli.data.assets.catalogue import PREFIX, find_asset
 from ftcli.data.paths import local_path
 from ftcli.models.pass_budget import SHORT_ROW
 from ftcli.runtime.errors import InputError
@@ -52,9 +53,12 @@ def write_recipe(
         The file.
 
     Raises:
-        InputError: The task is unknown, a name is empty, or the file exists.
+        InputError: The task or an asset is unknown, a name is empty, or the file exists.
     """
     module = find_task(task)
+    for reference in filter(None, (model, data, eval)):
+        if reference.startswith(PREFIX):
+            find_asset(reference)
     own = Path(task).stem if "/" in task or task.endswith(".py") else task.rpartition(".")[2]
     path = Path(f"{own}.yaml" if output is None else output)
     options = module.Options.model_json_schema()
@@ -113,7 +117,7 @@ def _starting_values(
 
 def _source(path: str, split: str) -> dict[str, str]:
     """Return a section for rows. A name on the hub has a split, a file has none."""
-    on_hub = path != "" and not path.startswith("asset:") and local_path(path) is None
+    on_hub = path != "" and not path.startswith(PREFIX) and local_path(path) is None
     return {"path": path, "split": split} if on_hub else {"path": path}
 
 

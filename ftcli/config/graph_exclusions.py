@@ -16,7 +16,7 @@ def graph_exclusion(recipe: Recipe) -> str | None:
     excluded = {
         f"task: {recipe.task}": shipped is not None and not getattr(shipped, "has_fixed_forward", False),
         "precision: fp8": recipe.precision == "fp8",
-        "adapter.type: lora": recipe.adapter.type != "none",
+        f"adapter.type: {recipe.adapter.type}": recipe.adapter.type != "none",
         "model.torch_compile: true": bool(model.torch_compile),
         "model.activation_offloading: true": model.activation_offloading,
         f"model.gradient_checkpointing: {model.gradient_checkpointing}": model.gradient_checkpointing

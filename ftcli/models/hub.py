@@ -62,7 +62,7 @@ def keep_soft_capping(model: Any, requested: str | None = None) -> Any:
     """
     capped = any(getattr(module, "attn_logit_softcapping", None) is not None for module in model.modules())
     ATTENTION.require()
-    if not capped or model.config._attn_implementation != "sdpa":
+    if not capped or attention_of(model) != "sdpa":
         return model
     if requested == "sdpa":
         problem = f"model.attn_implementation: sdpa ignores the soft-capping of {type(model).__name__}"

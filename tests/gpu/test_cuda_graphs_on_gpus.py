@@ -278,6 +278,16 @@ def test_a_second_backward_pass_through_a_replay_is_an_error() -> None:
         loss.backward()
 
 
+def test_memory_is_asked_for_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(0) or (0, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
+    model = resnet().cuda()
+    model.forward = CapturedPass(model, is_optional=True)
+    train(model, [torch.randn(rows, 3, 32, 32, device="cuda") for rows in (6, 4, 6, 4, 6, 4, 6)])
+    assert model.forward.graphs == 0 and len(asked) == 2
+
+
 def test_nothing_is_captured_in_the_first_step() -> None:
     images = torch.randn(6, 3, 32, 32, device="cuda")
     model = resnet().cuda()

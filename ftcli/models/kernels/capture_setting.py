@@ -101,12 +101,3 @@ def tensors_of(output: Any) -> dict[str, Tensor]:
         message = f"model.cuda_graphs: the model returns {type(output).__name__}, with other parts than trained tensors"
         raise InputError(message, hint=HINT)
     return named
-
-
-def longest_text(model: nn.Module) -> int | None:
-    """Return the most tokens that a model takes; None without a limit. RoBERTa does not use its first positions."""
-    most: int | None = getattr(model.config, "max_position_embeddings", None)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.num_embeddings == most and module.padding_idx is not None:
-            return most - module.padding_idx - 1
-    return most

@@ -31,12 +31,12 @@ from ftcli.models.kernels.capture_setting import (
     always_padded,
     fill_inputs,
     leaves_of_their_own,
-    longest_text,
     no_garbage_collection,
     padded_length,
     tensors_of,
 )
 from ftcli.models.kernels.padding_masks import padding_of_mask
+from ftcli.models.positions import learned_positions
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import first_line
@@ -65,11 +65,11 @@ class CapturedPass:
     Attributes:
         model: The model.
         plain: Its own forward function.
-        captures: Graphs by the shape of the micro-batch; None for a shape without graphs.
-        activations: Bytes that a forward pass of a shape keeps for its backward pass.
+        captures: Graphs by the shape of the micro-batch; None for a shape that gets none.
+        activations: Bytes that a forward pass of a shape keeps for its backward pass, of each shape that was seen.
         gradients: The memory in which every backward graph leaves the gradients, and `weights` and their `places`.
         filler: Id of the padding token.
-        limit: The most tokens of a text that the model takes; None without a limit.
+        limit: The number of learned positions, which is the most tokens of a text; None without a limit.
         pending: Refers to the last replayed forward pass until its backward pass.
     """
 
@@ -80,8 +80,8 @@ class CapturedPass:
         update_wrapper(self, model.forward)  # its signature too
         config: Any = model.config
         self.filler: int = getattr(config, "pad_token_id", None) or 0
-        self.limit, self.longest = longest_text(model), longest
-        self.lacks_memory = False  # whether the log says that a shape has no graphs for this reason
+        self.limit, self.longest = learned_positions(model), longest
+        self.lacks_memory = False  # whether the log says that a shape has no graphs because memory is scarce
         self._forget()
 
     def _forget(self) -> None:
@@ -96,10 +96,10 @@ class CapturedPass:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of the model has: everything but the graphs, which cannot be copied."""
-        return vars(self) | {
-            **{"captures": {}, "activations": {}, "weights": [], "places": [], "gradients": []},
-            **{"pool": None, "pending": None},
-        }
+        other = CapturedPass.__new__(CapturedPass)
+        vars(other).update(vars(self))
+        other._forget()
+        return vars(other)
 
     @property
     def graphs(self) -> int:
@@ -114,9 +114,9 @@ class CapturedPass:
         if "attention_mask" in inputs and padding_of_mask(inputs["attention_mask"]) is None:
             return self.plain(**kwargs)
         shape = self._shape_of(inputs)
+        if shape in self.activations and shape not in self.captures and self.first <= 0:
+            self.captures[shape] = self._try_to_capture(inputs, shape) if self._may_capture(shape) else None
         capture = self.captures.get(shape)
-        if capture is None and shape in self.captures and self.first <= 0 and self._may_capture(shape):
-            capture = self._try_to_capture(inputs, shape)
         if capture is None or not self._weights_stay():
             return self._pass_without_graph(inputs, shape)
         fill_inputs(capture.inputs, inputs, self.filler)
@@ -132,14 +132,16 @@ class CapturedPass:
         Padding changes the last bits of a result. A resumed run, which sees its shapes anew, must have the same ones.
         """
         self.first -= 1
-        self.captures.setdefault(shape, None)
-        before = torch.cuda.memory_allocated()
-        padded = self._space_for(inputs, shape) if "input_ids" in inputs else inputs
-        if padded is not inputs:
+        if "input_ids" in inputs:
+            padded = self._space_for(inputs, shape)
             fill_inputs(padded, inputs, self.filler)
-        with always_padded(padded):
-            output = self.plain(**padded)
-        self.activations[shape] = torch.cuda.memory_allocated() - before
+            inputs = padded
+        is_new = shape not in self.activations
+        before = torch.cuda.memory_allocated() if is_new else 0
+        with always_padded(inputs):
+            output = self.plain(**inputs)
+        if is_new:
+            self.activations[shape] = torch.cuda.memory_allocated() - before
         return output
 
     def _space_for(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> dict[str, Tensor]:
@@ -175,7 +177,7 @@ class CapturedPass:
         return self.places == [weight.data_ptr() for weight in self.weights]
 
     def _may_capture(self, shape: tuple[Any, ...]) -> bool:
-        """Return whether another shape may be captured."""
+        """Return whether a shape may be captured. It is asked once for each."""
         return self.graphs < MOST_GRAPHS and self._weights_stay() and (not self.is_optional or self._has_room(shape))
 
     def _has_room(self, shape: tuple[Any, ...]) -> bool:
@@ -187,7 +189,7 @@ class CapturedPass:
         if attention_of(self.model) == "eager":
             longer **= 2
         weights = sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad)
-        needed = BACKWARD * (1 + longer) * self.activations.get(shape, 0) + 2 * weights
+        needed = BACKWARD * (1 + longer) * self.activations[shape] + 2 * weights
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         if needed < 0.9 * free:
             return True
@@ -199,7 +201,7 @@ class CapturedPass:
     def _try_to_capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> _Capture | None:
         """Return the graphs for micro-batches like this one; None if they are optional and fail."""
         try:
-            self.captures[shape] = self._capture(inputs, shape)
+            return self._capture(inputs, shape)
         except (InputError, torch.OutOfMemoryError) as error:
             if not self.is_optional:
                 raise
@@ -207,7 +209,7 @@ class CapturedPass:
             self.first = sys.maxsize  # never again
             torch.cuda.empty_cache()
             log_line(f"no CUDA graphs from here on: {first_line(error)}")
-        return self.captures.get(shape)
+            return None
 
     def _capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> _Capture:
         """Capture a forward and a backward pass for micro-batches like this one.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.models.architectures import architecture_of, model_types_with
 from ftcli.models.files import parse_json_object
-from ftcli.models.hub import ATTENTION
+from ftcli.models.hub import ATTENTION, attention_of
 from ftcli.models.kernels.single_attention import attend_single, sliding_window_mask
 from ftcli.models.shape import Shape
 from ftcli.models.structure import base_model_of
@@ -213,7 +213,7 @@ def confine_to_documents(model: nn.Module, attn_implementation: str | None = Non
     inner = base_model_of(model)
     ATTENTION.require()
     inner.set_attn_implementation(requested)
-    if inner.config._attn_implementation != requested:  # transformers only warns
+    if attention_of(inner) != requested:  # transformers only warns
         problem = f"data.packing: the attention of {type(inner).__name__} cannot be replaced"
         raise InputError(problem, hint="set data.packing and data.padding_free to false")
 
@@ -258,7 +258,7 @@ def describe_attention(model: nn.Module, recipe: Recipe, *, flat: bool, device_t
     from ftcli.models.kernels.varlen_attention import FLASH_KERNELS, import_problem
 
     inner = base_model_of(model)
-    implementation = getattr(getattr(inner, "config", None), "_attn_implementation", None)
+    implementation = attention_of(inner)
     if implementation is None:
         return []
     if implementation not in (DOCUMENT_ATTENTION, DOCUMENT_ATTENTION_TORCH) or not flat:

@@ -113,6 +113,17 @@ def test_write_recipe_with_an_unknown_task_suggests_the_nearest(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("names", [("asset:smollm2-135m", "a.jsonl"), ("m", "asset:python-modules2/train.jsonl")])
+def test_write_recipe_with_an_unknown_asset_suggests_the_nearest_and_writes_nothing(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        InputError, match="there is no asset '.*\n.*did you mean '(smollm2-135m-instruct|python-modules)'"
+    ):
+        write_recipe("sft", *names, output=str(tmp_path / "a.yaml"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_write_recipe_with_an_empty_name_or_missing_folder_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         write_recipe("sft", "", "", output=tmp_path / "r.yaml")

@@ -149,7 +149,7 @@ def test_a_pass_of_texts_without_a_graph_is_padded_as_for_one() -> None:
     assert found.equal(model(**longer).logits)  # dropout draws the same numbers
     torch.manual_seed(0)
     assert not found.equal(model(**inputs).logits)
-    assert list(passes.captures) == [(3, 16, "attention_mask", "input_ids")] and passes.first == -1
+    assert list(passes.activations) == [(3, 16, "attention_mask", "input_ids")] and passes.first == -1
 
 
 @pytest.mark.parametrize(

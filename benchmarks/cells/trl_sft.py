@@ -49,7 +49,8 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
             processing_class=AutoTokenizer.from_pretrained(inputs.model),
         )
         trainer.train()
-    return clock.read(attn_implementation=kernel, **{name: getattr(config, name) for name in RECORDED})
+    settings = {name: getattr(config, name) for name in RECORDED}
+    return clock.read(attn_implementation=kernel, backend=trainer.accelerator.distributed_type.value, **settings)
 
 
 PACKED = {

@@ -214,8 +214,8 @@ class CapturedPass:
     def _capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> _Capture:
         """Capture a forward and a backward pass for micro-batches like this one.
 
-        Autocast keeps casts of weights from one forward pass to the next. A graph must not use one that was made
-        outside, so the captured pass casts all weights. The garbage collector stands still meanwhile: it may find the
+        Autocast casts a weight once for all its uses in a forward pass, and may keep the result for the next one. A
+        graph must not use one that was made outside, so each pass here begins and ends without any. The garbage collector stands still meanwhile: it may find the
         graph of an earlier run, and no graph can be destroyed while another is captured. Afterwards running statistics
         and the state of the random generator are as before.
         """
@@ -225,7 +225,7 @@ class CapturedPass:
         try:
             with (
                 torch.random.fork_rng([torch.cuda.current_device()]),
-                torch.autocast("cuda", dtype, enabled=is_on, cache_enabled=False),
+                torch.autocast("cuda", dtype, enabled=is_on),
                 no_garbage_collection(),
                 leaves_of_their_own(self.model) as pairs,
                 always_padded(static),
@@ -253,7 +253,7 @@ class CapturedPass:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
-                outputs = list(tensors_of(self.plain(**static)).values())
+                outputs = list(tensors_of(self._pass_with_casts(static)).values())
                 found = torch.autograd.grad(
                     outputs, leaves, [torch.ones_like(one) for one in outputs], allow_unused=True
                 )
@@ -261,12 +261,20 @@ class CapturedPass:
                 self.gradients = [None if one is None else torch.empty_like(one) for one in found]
         torch.cuda.current_stream().wait_stream(stream)
 
+    def _pass_with_casts(self, static: dict[str, Tensor]) -> Any:
+        """Return the output of a forward pass with casts of weights that no other pass shares."""
+        torch.clear_autocast_cache()
+        try:
+            return self.plain(**static)
+        finally:
+            torch.clear_autocast_cache()
+
     def _record(self, static: dict[str, Tensor], leaves: list[nn.Parameter]) -> _Capture:
         """Record the graphs. Other threads, of NCCL and of pinned memory, may go on calling CUDA."""
         how: dict[str, Any] = {"pool": self.pool, "capture_error_mode": "thread_local"}
         forward = torch.cuda.CUDAGraph()
         with boundaries_of(self.model) as boundaries, torch.cuda.graph(forward, **how):
-            output = self.plain(**static)
+            output = self._pass_with_casts(static)
         named = tensors_of(output)
         outputs = list(named.values())
         output_gradients = gradients = [torch.zeros_like(one) for one in outputs]

@@ -52,10 +52,10 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
 
 def _frozen_problems(profile: Profile, where: str) -> list[Problem]:
     """Return a problem if frozen weights are to be whole on the GPUs, and the profile has no whole weights there."""
-    if not (profile.is_stage_3 or profile.offloads_shards):
+    if not (profile.offloads_shards or (profile.is_stage_3 and profile.offloads_optimizer)):
         return []
-    message = "model.shard_frozen: false cannot run on this profile: it keeps no whole weights on the GPUs"
-    return [Problem(message, where, "remove the key, or choose fsdp or ddp")]
+    message = "model.shard_frozen: false cannot run on this profile: it keeps shards in host memory"
+    return [Problem(message, where, "remove the key, or choose fsdp, zero3 or ddp")]
 
 
 def _packing_problems(recipe: Recipe, profile: Profile, where: str) -> list[Problem]:

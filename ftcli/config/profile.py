@@ -39,8 +39,8 @@ class ShardCounts:
 
     @property
     def shards_on_gpus(self) -> bool:
-        """Whether FSDP2 shards weights and keeps the shards on the GPUs."""
-        return self.weights > 1 and not self.zero_stage
+        """Whether weights are sharded and all shards, also those of the optimizer state, stay on the GPUs."""
+        return self.weights > 1 and self.optimizer > 0
 
     @property
     def has_master_weights(self) -> bool:

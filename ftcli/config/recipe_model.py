@@ -114,7 +114,7 @@ class Model(Section):
     )
     shard_frozen: Literal["auto"] | bool = Field(
         "auto",
-        description="Shard frozen weights under an adapter (FSDP). false: keep them whole on each GPU and train the "
+        description="Shard frozen weights under an adapter (FSDP, ZeRO-3). false: keep them whole on each GPU and train the "
         f"adapter as under ddp. auto: false if they fit; the log and `ftcli check` state the choice. {MACHINE_HINT}",
     )
 

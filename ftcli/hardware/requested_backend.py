@@ -25,7 +25,7 @@ BACKENDS: dict[str, Backend] = {  # by the name of Accelerate's DistributedType
     "MULTI_CPU": DDP(),
     "FSDP": FSDP2(),
     "DEEPSPEED": DeepSpeed(),
-    "REPLICAS": Replicas(),  # instead of FSDP, where a run chooses it
+    "REPLICAS": Replicas(),  # instead of FSDP or DeepSpeed, where a run chooses it
 }
 
 LAUNCH = "accelerate.utils.launch"

@@ -299,13 +299,14 @@ def _expect_passes(
         return plan, {}, []
     shares = ShardCounts() if profile is None else profile.shard_counts(plan.processes)
     tokens, capacity = _most_tokens(recipe), None if cpu else gpu_memory()
-    has_hooks = profile is not None and profile.is_stage_3 and recipe.adapter.type != "none"  # inside layers
-    compiled = bool(recipe.model.torch_compile) and not has_hooks  # if the recipe leaves it open, the run decides
+    compiled = bool(recipe.model.torch_compile)  # if the recipe leaves it open, the run decides
     sizes, how = measure_model(folder, recipe), {"fused": compiled, "compiled": compiled}
     lengths, largest = cached_lengths(recipe), None
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
     longest = max(lengths) if lengths and not recipe.data.packing else tokens
     shares, frozen = choose_frozen(recipe, sizes, shares, rows=rows, tokens=longest, capacity=capacity, **how)
+    if shares.is_stage_3 and recipe.adapter.type != "none":  # hooks inside layers
+        how = {"fused": False, "compiled": False}
     facts = {} if frozen is None else {"frozen weights": frozen.removeprefix("frozen weights ")}
     notes: list[str] = []
     if lengths and not recipe.data.packing:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.compatibility import check_pair
 from ftcli.config.plan import Plan, derive_batches, derive_plan
+from ftcli.config.profile import ShardCounts
 from ftcli.models.architectures import architecture_of
 from ftcli.models.frozen_sharding import choose_frozen
 from ftcli.models.kernels.compile import LEAST_SAVED, seconds_saved
@@ -26,7 +27,7 @@ from ftcli.models.step_work import Kernels, Rows
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
-    from ftcli.config.profile import Profile, ShardCounts
+    from ftcli.config.profile import Profile
     from ftcli.config.recipe import Recipe
     from ftcli.models.shape import ModelSize
     from ftcli.runtime.gpus import GPU
@@ -162,7 +163,7 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     known = replace(known, plan=plan, tokens=plan.global_size * target.lengths.tokens)
     if target.size is None:
         return known
-    compiled, rows = _compiles(profile, target, plan, "none"), recipe.batch.micro_size
+    compiled, rows = _compiles(ShardCounts(), target, plan, "none"), recipe.batch.micro_size
     rows = 1 if rows == "auto" else plan.micro_size
     how = {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
     of_rows: dict[str, Any] = {"rows": rows, "tokens": target.longest, "capacity": target.capacity}
@@ -191,13 +192,13 @@ def _by_tokens(profile: Profile, target: Target, plan: Plan, shares: ShardCounts
 
     recipe, size = target.recipe, target.size
     assert size is not None
-    compiled = _compiles(profile, target, plan, "none")
+    compiled = _compiles(shares, target, plan, "none")
     how = {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
     expected = expect_passes(recipe, size, shares, plan, list(target.typical), target.capacity, **how)
     passes, budget = expected.plan.passes, expected.budget
     assert passes is not None and budget is not None
     memory = estimate_modes(recipe, size, shares, tokens=expected.tokens, **how)[budget.mode]
-    compiled = _compiles(profile, target, plan, budget.mode)
+    compiled = _compiles(shares, target, plan, budget.mode)
     # The time is that of equal passes: at least as many as there are on average.
     rows = plan.global_size // plan.processes
     count = next(count for count in range(1, rows + 1) if rows % count == 0 and count >= min(passes.mean, rows))
@@ -243,10 +244,10 @@ def _of_size(profile: Profile, target: Target, plan: Plan, shares: ShardCounts, 
     plan = replace(plan, micro_size=micro, accumulation=accumulation)
     tokens = size.tokens_of_row(target.longest)
     forecasts = []
-    can_compile = _compiles(profile, target, plan, "none")
+    can_compile = _compiles(shares, target, plan, "none")
     can_tile = tiles_mlps(recipe, size.shape, shares)
     for mode in modes_to_try(recipe, can_recompute=True, compiled=can_compile, can_tile=can_tile)[0]:
-        compiled = _compiles(profile, target, plan, mode)
+        compiled = _compiles(shares, target, plan, mode)
         how = {
             "fused": (compiled or _has_liger(target, compiled)) and mode != "selective",
             "compiled": compiled,
@@ -270,10 +271,10 @@ def _of_size(profile: Profile, target: Target, plan: Plan, shares: ShardCounts, 
     return forecasts
 
 
-def _compiles(profile: Profile, target: Target, plan: Plan, mode: str) -> bool:
+def _compiles(shares: ShardCounts, target: Target, plan: Plan, mode: str) -> bool:
     """Return whether the run compiles its layers; training/compilation.py decides by the same rules."""
     recipe, shape = target.recipe, target.size.shape if target.size else None
-    has_hooks = profile.is_stage_3 and (recipe.adapter.type != "none" or (shape is not None and shape.has_experts))
+    has_hooks = shares.is_stage_3 and (recipe.adapter.type != "none" or (shape is not None and shape.has_experts))
     if shape is None or has_hooks or mode == "selective":
         return False
     if recipe.model.torch_compile is not None:

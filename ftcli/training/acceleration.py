@@ -107,7 +107,8 @@ def accelerate_model(
     The order is fixed:
 
     1. Recomputation is chosen from a memory estimate. The estimate depends on whether layers are compiled, so
-       compilation is chosen first, as if nothing were recomputed.
+       compilation is chosen first, as if nothing were recomputed. ZeRO-3 has hooks inside the layers of a model with an
+       adapter, which prevent compilation; with whole weights there are none.
     2. Compilation is chosen for good, because it cannot be combined with selective recomputation.
     3. Kernels replace parts of the layers. Layers are compiled last, because a graph contains the layer as it is then.
        CUDA graphs capture the whole model later, when two micro-batches have had the same shape.
@@ -126,12 +127,15 @@ def accelerate_model(
         InputError: The recipe asks for a kernel that this model or machine cannot use.
     """
     compile_choice = partial(choose_compile, model, recipe, data.plan, data.rows)
-    device_type, may_compile = hardware.accelerator.device.type, hardware.may_compile(model)
-    estimated, _ = compile_choice("none", device_type=device_type, may_compile=may_compile)
-    choice = choose_recomputation(model, recipe, data, hardware, compiled=bool(estimated.model.torch_compile))
+    device_type = hardware.accelerator.device.type
+    of_profile, of_whole = (
+        bool(compile_choice("none", device_type=device_type, may_compile=may)[0].model.torch_compile)
+        for may in (hardware.may_compile(model), True)
+    )
+    choice = choose_recomputation(model, recipe, data, hardware, compiled=of_profile, whole_compiled=of_whole)
     if choice.is_replicated:
         hardware.replicate()
-    recomputed = choice.mode
+    recomputed, may_compile = choice.mode, hardware.may_compile(model)
     recipe, not_compiled = compile_choice(recomputed, device_type=device_type, may_compile=may_compile)
     passes = choice.counts.most if choice.counts is not None else data.plan.accumulation
     kernel_lines = [*use_kernels(model, recipe, hardware, recomputed, passes=passes), *not_compiled]
@@ -170,7 +174,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
 
 
 def choose_recomputation(
-    model: nn.Module, recipe: Recipe, data: PreparedData, hardware: Hardware, *, compiled: bool
+    model: nn.Module, recipe: Recipe, data: PreparedData, hardware: Hardware, *, compiled: bool, whole_compiled: bool
 ) -> Recomputation:
     """Choose what the backward pass computes again, from the recipe or from a memory estimate, and apply it.
 
@@ -182,6 +186,7 @@ def choose_recomputation(
         data: The rows and the plan of the run.
         hardware: The hardware of the run.
         compiled: Whether its layers will be compiled if nothing is recomputed selectively.
+        whole_compiled: The same for a model that is whole on each device.
 
     Returns:
         What is computed again, and with `batch.micro_size: auto` how rows are divided into passes.
@@ -199,10 +204,14 @@ def choose_recomputation(
     kind = getattr(getattr(base_model_of(model), "config", None), "model_type", "unknown")
     has_liger = liger_problem(recipe, kind, on_gpu=device_type == "cuda") is None
     norms, capacity = any(trained_norms(model)), min((size for size in capacities if size is not None), default=None)
-    how = {"can_recompute": can_recompute(model) and not norms, "fused": compiled or has_liger, "compiled": compiled}
+    how_sharded, how_whole = (
+        {"can_recompute": can_recompute(model) and not norms, "fused": each or has_liger, "compiled": each}
+        for each in (compiled, whole_compiled)
+    )
     of_profile = shares
     is_rare = _has_rare_parts(model, recipe, data.task)
-    shares, frozen_line = _choose_frozen(recipe, data, sizes, shares, capacity, how, has_rare_parts=is_rare)
+    shares, frozen_line = _choose_frozen(recipe, data, sizes, shares, capacity, how_whole, has_rare_parts=is_rare)
+    how = how_sharded if shares == of_profile else how_whole
     if recipe.batch.micro_size == "auto" and data.sizes is not None:
         choice = _choose_passes(recipe, data, data.sizes, sizes, shares, capacity, device_type, how)
     else:

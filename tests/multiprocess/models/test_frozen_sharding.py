@@ -28,7 +28,7 @@ def sharded(run: Any) -> dict[str, Any]:
 
     parameters = run.hardware.unwrap(run.model).parameters()
     lines = [line for line in run.log_lines if line.startswith("frozen weights")]
-    flags = {hasattr(parameter, "placements") for parameter in parameters}
+    flags = {hasattr(parameter, "placements") or hasattr(parameter, "ds_id") for parameter in parameters}
     return {"sharded": flags, "lines": lines, "remedies": "\n".join(_remedies(run))}
 
 
@@ -45,9 +45,10 @@ def train(folder: Path, saves: Path, shard_frozen: list[bool]) -> dict[Any, Any]
     return results
 
 
-def test_whole_frozen_weights_give_the_curve_of_one_process(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("profile", ["fsdp", "zero3"])
+def test_whole_frozen_weights_give_the_curve_of_one_process(inputs: Path, tmp_path: Path, profile: str) -> None:
     (one,) = run_on_cpu(train, inputs, tmp_path / "one", [True], processes=1, profile="single")
-    both = run_on_cpu(train, inputs, tmp_path / "two", [False, True], processes=2, profile="fsdp")
+    both = run_on_cpu(train, inputs, tmp_path / "two", [False, True], processes=2, profile=profile)
     for rank in both:
         for kind in KINDS:
             assert one[kind, True]["insides"]["lines"] == [], "one process has nothing to choose"

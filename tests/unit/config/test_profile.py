@@ -351,13 +351,13 @@ def test_load_profile_of_a_file_from_accelerate_config_succeeds() -> None:
     assert check_pair(a_recipe("bf16"), profile) == []
 
 
-@pytest.mark.parametrize("name", ["zero3", "zero3_offload", "fsdp_offload"])
+@pytest.mark.parametrize("name", ["zero3_offload", "fsdp_offload"])
 def test_check_pair_of_whole_frozen_weights_refuses_profiles_without_them(name: str) -> None:
     recipe = a_recipe("bf16")
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"shard_frozen": False})})
     (problem,) = check_pair(recipe, load_profile(name))
     assert "model.shard_frozen: false cannot run on this profile" in problem.what and problem.hint
-    for other in ("fsdp", "hsdp", "ddp", "zero2", "single"):
+    for other in ("fsdp", "hsdp", "ddp", "zero2", "zero3", "single"):
         assert check_pair(recipe, load_profile(other)) == []
 
 

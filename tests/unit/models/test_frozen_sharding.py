@@ -46,6 +46,12 @@ def test_frozen_weights_are_whole_where_they_fit() -> None:
     assert chosen(capacity=None)[1] == "frozen weights 8.00 GB, sharded over 4 processes (auto: no device)"
 
 
+def test_frozen_weights_are_whole_under_zero3_where_they_fit() -> None:
+    shares, line = chosen(shares=ShardCounts(4, 4, 4, zero_stage=3))
+    assert shares == ShardCounts()
+    assert line is not None and "trained as under ddp (auto: they fit)" in line
+
+
 def test_a_recipe_decides_for_itself() -> None:
     assert chosen(True)[0] == FSDP
     assert chosen(False, capacity=10**9)[0] == ShardCounts()
@@ -53,8 +59,13 @@ def test_a_recipe_decides_for_itself() -> None:
 
 @pytest.mark.parametrize(
     ("shares", "adapter"),
-    [(ShardCounts(4, 4, 4, zero_stage=3), "lora"), (ShardCounts(0, 0, 0), "lora"), (FSDP, "none")],
-    ids=["zero3", "fsdp_offload", "without an adapter"],
+    [
+        (ShardCounts(1, 4, 4, zero_stage=2), "lora"),
+        (ShardCounts(4, 0, 0, zero_stage=3), "lora"),
+        (ShardCounts(0, 0, 0), "lora"),
+        (FSDP, "none"),
+    ],
+    ids=["zero2", "zero3 with its optimizer on the host", "fsdp_offload", "without an adapter"],
 )
 def test_weights_stay_sharded_where_there_is_no_choice(shares: ShardCounts, adapter: str) -> None:
     assert choose_frozen(recipe("auto", adapter), SIZES, shares, rows=1, tokens=16, capacity=10**12) == (shares, None)

@@ -5,6 +5,7 @@ The checkpoint and the final weights after the last step are left out. Settings 
 
 from __future__ import annotations
 
+import os
 import shutil
 
 from .cell import Cell, Inputs, Measured
@@ -24,7 +25,8 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     from ftcli.training.setup import prepare
 
     digests = PackedRows(inputs.rows, cell.global_size).digests
-    folder = RunFolder(inputs.recipe.with_suffix(".run"))
+    # All ranks have one parent. Another program may train the same recipe on other GPUs at the same time.
+    folder = RunFolder(inputs.recipe.with_suffix(f".{os.getppid()}.run"))
     sizes = [f"adapter.r={cell.lora}", f"adapter.lora_alpha={2 * cell.lora}"]
     adapter = ["adapter.type=lora", *sizes, f"adapter.path={inputs.adapter.resolve()}"]
     overrides = [

@@ -114,8 +114,9 @@ class Model(Section):
     )
     shard_frozen: Literal["auto"] | bool = Field(
         "auto",
-        description="Shard frozen weights under an adapter (FSDP, ZeRO-3). false: keep them whole on each GPU and train the "
-        f"adapter as under ddp. auto: false if they fit; the log and `ftcli check` state the choice. {MACHINE_HINT}",
+        description="Shard frozen weights under an adapter (FSDP, ZeRO-3). false: keep them whole on each GPU and "
+        "train the adapter as under ddp. auto: false if they fit; the log and `ftcli check` state the choice. "
+        f"{MACHINE_HINT}",
     )
 
     @model_validator(mode="after")

@@ -64,7 +64,7 @@ class Hardware:
         return self.backend.may_compile(model)
 
     def replicate(self) -> None:
-        """Put the whole model on each process as ddp does, under a profile that shards it. Called before `before_prepare`."""
+        """Put the whole model on each process, although the profile shards it. Called before `before_prepare`."""
         self.backend = BACKENDS["REPLICAS"]
 
     @property

@@ -16,13 +16,11 @@ weight then is the memory that the next replay overwrites.
 from __future__ import annotations
 
 import sys
-import weakref
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ftcli.models.hub import attention_of
 from ftcli.models.kernels.backward_parts import boundaries_of, parts_of
@@ -36,12 +34,15 @@ from ftcli.models.kernels.capture_setting import (
     tensors_of,
 )
 from ftcli.models.kernels.padding_masks import padding_of_mask
+from ftcli.models.kernels.replayed_pass import Capture, Replay
 from ftcli.models.positions import learned_positions
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import first_line
 
 if TYPE_CHECKING:
+    import weakref
+
     from torch import Tensor
 
 
@@ -86,7 +87,7 @@ class CapturedPass:
 
     def _forget(self) -> None:
         """Drop all graphs and their memory."""
-        self.captures: dict[tuple[Any, ...], _Capture | None] = {}
+        self.captures: dict[tuple[Any, ...], Capture | None] = {}
         self.activations: dict[tuple[Any, ...], int] = {}
         self.weights: list[nn.Parameter] = []
         self.places: list[int] = []
@@ -123,7 +124,7 @@ class CapturedPass:
         start = torch.empty(0, device=capture.outputs[0].device)
         for part in reversed(range(len(capture.backward))):
             weights = [self.weights[number] for number in capture.backward[part][1]]
-            *outputs, start = _Replay.apply(self, capture, part, start, *weights)
+            *outputs, start = Replay.apply(self, capture, part, start, *weights)
         return capture.kind(**dict(zip(capture.names, outputs, strict=True)))
 
     def _pass_without_graph(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> Any:
@@ -198,7 +199,7 @@ class CapturedPass:
         self.lacks_memory = True
         return False
 
-    def _try_to_capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> _Capture | None:
+    def _try_to_capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> Capture | None:
         """Return the graphs for micro-batches like this one; None if they are optional and fail."""
         try:
             return self._capture(inputs, shape)
@@ -211,13 +212,13 @@ class CapturedPass:
             log_line(f"no CUDA graphs from here on: {first_line(error)}")
             return None
 
-    def _capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> _Capture:
+    def _capture(self, inputs: dict[str, Tensor], shape: tuple[Any, ...]) -> Capture:
         """Capture a forward and a backward pass for micro-batches like this one.
 
-        Autocast casts a weight once for all its uses in a forward pass, and may keep the result for the next one. A
-        graph must not use one that was made outside, so each pass here begins and ends without any. The garbage collector stands still meanwhile: it may find the
-        graph of an earlier run, and no graph can be destroyed while another is captured. Afterwards running statistics
-        and the state of the random generator are as before.
+        Autocast casts a weight once for all its uses in a forward pass, and may keep the result for the next pass. A
+        graph must not use one from outside, so each pass here begins and ends without any. The garbage collector stands
+        still meanwhile: it may find the graph of an earlier run, and no graph can be destroyed while another is
+        captured. Afterwards running statistics and the state of the random generator are as before.
         """
         static = self._space_for(inputs, shape)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]  # running statistics of batch norm
@@ -269,7 +270,7 @@ class CapturedPass:
         finally:
             torch.clear_autocast_cache()
 
-    def _record(self, static: dict[str, Tensor], leaves: list[nn.Parameter]) -> _Capture:
+    def _record(self, static: dict[str, Tensor], leaves: list[nn.Parameter]) -> Capture:
         """Record the graphs. Other threads, of NCCL and of pinned memory, may go on calling CUDA."""
         how: dict[str, Any] = {"pool": self.pool, "capture_error_mode": "thread_local"}
         forward = torch.cuda.CUDAGraph()
@@ -288,69 +289,4 @@ class CapturedPass:
                         target.copy_(gradient)
             backward.append((graph, part.weights))
         plain = [one.detach() for one in outputs]  # without the graph of autograd
-        return _Capture(static, forward, backward, type(output), list(named), plain, output_gradients)
-
-
-class _Capture(NamedTuple):
-    """The graphs of one shape.
-
-    Attributes:
-        inputs: The memory that the forward graph reads, by name.
-        forward: The graph of the forward pass.
-        backward: The graphs of the parts of the backward pass, with the numbers of the weights of each.
-        kind, names: The class of the model's output and the names of its tensors.
-        outputs: The memory in which the forward graph leaves them.
-        output_gradients: The memory from which the backward graph reads their gradients.
-    """
-
-    inputs: dict[str, Tensor]
-    forward: torch.cuda.CUDAGraph
-    backward: list[tuple[torch.cuda.CUDAGraph, list[int]]]
-    kind: Any
-    names: list[str]
-    outputs: list[Tensor]
-    output_gradients: list[Tensor]
-
-
-class _Replay(torch.autograd.Function):
-    """A part of a replayed pass, which autograd sees as a function of the part before and of its weights.
-
-    The first part replays the forward pass. In the backward pass each part replays its own graph, the last part first.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, passes: CapturedPass, capture: _Capture, part: int, start: Tensor, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return copies of the outputs in the last part, because the next replay overwrites them; and `start`."""
-        ctx.passes, ctx.capture, ctx.part, ctx.is_done = passes, capture, part, False
-        if part == len(capture.backward) - 1:
-            capture.forward.replay()
-        outputs: tuple[Tensor, ...] = ()
-        if part == 0:
-            passes.pending = weakref.ref(ctx)  # it dies with the outputs, if they are dropped without a backward pass
-            outputs = tuple(output.clone() for output in capture.outputs)
-        return (*outputs, start.clone())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the weights.
-
-        They are the tensors that the next replay overwrites. Autograd copies them or adds them up, because `passes`
-        holds them too.
-
-        Raises:
-            RuntimeError: The backward pass has run already. It has overwritten its own activations.
-        """
-        if ctx.is_done:
-            raise RuntimeError("a replayed pass has one backward pass: set model.cuda_graphs to false")
-        ctx.is_done = True
-        if ctx.part == 0:
-            for target, gradient in zip(ctx.capture.output_gradients, gradients[:-1], strict=True):
-                target.copy_(gradient)
-        graph, numbers = ctx.capture.backward[ctx.part]
-        graph.replay()
-        if ctx.part == len(ctx.capture.backward) - 1:
-            ctx.passes.pending = None
-        return (None, None, None, gradients[-1], *(ctx.passes.gradients[number] for number in numbers))
+        return Capture(static, forward, backward, type(output), list(named), plain, output_gradients)

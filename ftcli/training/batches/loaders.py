@@ -14,6 +14,7 @@ from ftcli.training.pass_sizes import order_of
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from ftcli.config.plan import Plan
     from ftcli.config.recipe import Recipe
     from ftcli.hardware.interface import Hardware
     from ftcli.training.batches.streaming_loader import StreamLoader
@@ -72,6 +73,7 @@ def build_loaders(
 
     task, rows, plan = data.task, data.rows, data.plan
     on_gpu = hardware is not None and hardware.accelerator.device.type == "cuda"
+    is_pinned = on_gpu and recipe.data.workers > 0  # without workers prefetch.py pins
 
     def loader(split: Any, order: Any, *, training: bool) -> DataLoader:
         return DataLoader(
@@ -87,7 +89,8 @@ def build_loaders(
             batch_sampler=order,
             collate_fn=Collate(task, sources=training and len(rows.sources) > 0),
             num_workers=recipe.data.workers if training else 0,
-            pin_memory=on_gpu and training and recipe.data.workers > 0,  # without workers prefetch.py pins
+            pin_memory=training and is_pinned,
+            prefetch_factor=batches_ahead(plan, recipe.data.workers) if training and is_pinned else None,
             worker_init_fn=start_worker,
         )
 
@@ -103,3 +106,18 @@ def build_loaders(
     names_next = has_companions(task)
     train_order = order_of(recipe, plan, rows, first_step=first_step, passes=data.passes, names_next=names_next)
     return Loaders(loader(rows.train, train_order, training=True), evaluation, train_order)
+
+
+def batches_ahead(plan: Plan, workers: int) -> int:
+    """Return how many batches each loader process prepares ahead: together those of a step, and one more of each.
+
+    A step takes all its batches before its first forward pass, because their trained tokens are counted first. With
+    PyTorch's two batches for each process, the device would wait for the rest at the start of each step. The thread
+    that pins memory takes them out of shared memory, which is scarce in many containers.
+
+    Args:
+        plan: The plan of the run.
+        workers: Number of loader processes, at least 1.
+    """
+    passes = plan.accumulation if plan.passes is None else plan.passes.most
+    return -(-passes // workers) + 1

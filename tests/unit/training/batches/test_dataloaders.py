@@ -78,6 +78,27 @@ def test_loader_process_has_a_lower_priority_than_training(is_stream: bool, tmp_
     assert niceness(Recipe.model_validate(minimal_values("pretrain", data=data, **sections))) == LOADER_NICENESS
 
 
+@pytest.mark.parametrize(("micro_size", "workers", "each"), [(1, 1, 9), (2, 2, 3), (8, 2, 2)])
+def test_loader_processes_of_a_gpu_prepare_the_batches_of_a_whole_step_ahead(
+    micro_size: int, workers: int, each: int, tmp_path: Path
+) -> None:
+    save_tiny_causal(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "alpha {n}"}}\n' for n in range(16)))
+    sections: dict[str, Any] = {
+        "data": {"train": str(rows), "workers": workers, "max_length": 16},
+        "model": {"name": str(tmp_path / "model")},
+        "batch": {"global_size": 8, "micro_size": micro_size},
+        "train": {"max_steps": 2},
+    }
+    data = prepare_data(Recipe.model_validate(minimal_values("pretrain", **sections)))
+    prepared = PreparedData(data.task, data.rows, [], derive_plan(data.recipe, 1, 16))
+    gpu: Any = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda")))
+    loader: Any = build_loaders(data.recipe, prepared, hardware=gpu).train
+    assert loader.prefetch_factor == each and loader.pin_memory
+    assert build_loaders(data.recipe, prepared).train.prefetch_factor == 2  # torch's own; nothing is pinned
+
+
 def test_start_worker_where_priorities_cannot_be_changed_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(increment: int) -> int:
         raise PermissionError(increment)

@@ -218,11 +218,15 @@ def compare(number: int, line: dict[str, Any]) -> Compared:
     shares = load_profile("ddp" if WHOLE in facts else cell["profile"]).shard_counts(cell["processes"])
     mode = recipe.model.gradient_checkpointing
     compiled = re.search(r"torch_compile: \d+ layers", facts) is not None
-    kernels = Kernels(mode, compiled, "liger-kernel" in line["versions"], "flash_attention_4" in facts)
+    kernels = Kernels(
+        mode, compiled, "liger-kernel" in line["versions"], "flash_attention_4" in facts, "CUDA graphs:" in facts
+    )
     memory = estimate_memory(
         recipe, size, shares, rows=cell["micro_size"], tokens=shape.patches or cell["length"], mode=mode,
         fused=compiled or kernels.liger, compiled=compiled, fresh_gradients=has_fresh_gradients(shares, plan),
     )  # fmt: skip
+    if kernels.graphs:
+        memory = memory.with_graphs(4 * size.trained)
     time = estimate_step(recipe, size, shape, shares, plan, rows_of(line), kernels, gpu)
     return Compared(number, line, memory.total / 2**30, time)
 

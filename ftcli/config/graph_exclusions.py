@@ -1,4 +1,4 @@
-"""What excludes CUDA graphs in a recipe."""
+"""Which recipes and models can have CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ from ftcli.config.task_registry import is_custom_task, task_class
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
+
+
+# Model types whose replayed passes have been compared with others on a GPU (tests/gpu/test_cuda_graphs_on_gpus.py).
+COMPARED = frozenset(
+    (
+        *("albert", "bert", "camembert", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta"),
+        *("beit", "convnext", "convnextv2", "deit", "dinov2", "mobilenet_v2", "regnet", "resnet", "swin", "vit"),
+    )
+)
+
+
+def expects_graphs(recipe: Recipe, model_type: str | None) -> bool:
+    """Return whether a run with whole weights on NVIDIA GPUs has CUDA graphs if it recomputes nothing.
+
+    Args:
+        recipe: The recipe.
+        model_type: `model_type` of the model; None if it is not known.
+    """
+    requested = recipe.model.cuda_graphs
+    if requested is False or graph_exclusion(recipe) is not None:
+        return False
+    return bool(requested) or (not is_custom_task(recipe.task) and model_type in COMPARED)
 
 
 def graph_exclusion(recipe: Recipe) -> str | None:

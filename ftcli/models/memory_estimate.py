@@ -46,6 +46,10 @@ class MemoryEstimate:
         """The sum of all bytes."""
         return sum(self.bytes_by_use.values())
 
+    def with_graphs(self, gradients: int) -> MemoryEstimate:
+        """Return the estimate with CUDA graphs, which leave the gradients (in bytes) in memory of their own."""
+        return MemoryEstimate(self.bytes_by_use | {"gradients of CUDA graphs": gradients})
+
     def __str__(self) -> str:
         uses = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.bytes_by_use.items() if size)
         return f"about {self.total / 1e9:.2f} GB per process ({uses})"

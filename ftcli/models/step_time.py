@@ -34,6 +34,9 @@ IDLE = 0.04  # part of a step in which no kernel runs: median of nine kernel pro
 # a step. From steps that wait for the host: BERT and ViT, and tiny models (docs/explanation/performance.md).
 HOST_LAYER, HOST_STEP = 1.6e-3, 7e-3
 COMPILED_HOST = 0.5  # of these seconds, for compiled layers
+# Seconds of the device for the gaps between the kernels of a layer in a CUDA graph, and for kernels that are shorter
+# than the time to start one. From two lines of BERT and one of ViT, which the estimate without it misses by 5 and 6 ms.
+GRAPH_LAYER = 0.4e-3
 LENGTH_SPREAD = 2.0  # mean of squared lengths over the squared mean, of lengths with an exponential distribution
 COLLATED = 5e6  # tokens per second that a training process collates without loader processes (benchmarks/data_wait.py)
 HOST_BANDWIDTH = 25e9  # bytes per second of host memory for each GPU: eight channels of DDR4-3200 for eight GPUs
@@ -91,7 +94,9 @@ def estimate_step(
     attention = other * share * attended / (attended + HALF_RATE_LENGTH)
     device = work.layer_flops / gpu.products[recipe.precision] + work.other_flops / other
     device += work.attention_flops / attention + work.traffic / gpu.bandwidth
-    host = (COMPILED_HOST if kernels.compiled else 1.0) * HOST_LAYER * work.host_layers + HOST_STEP
+    device += GRAPH_LAYER * work.host_layers * kernels.graphs
+    per_layer = 0.0 if kernels.graphs else COMPILED_HOST * HOST_LAYER if kernels.compiled else HOST_LAYER
+    host = per_layer * work.host_layers + HOST_STEP
     compute = max(device / (1 - IDLE), host) + work.updated_on_host / HOST_BANDWIDTH
     sent = work.sent / gpu.link + work.host_traffic / gpu.host_link
     has_hooks = shares.is_stage_3 and not kernels.compiled

@@ -59,12 +59,14 @@ class Kernels:
         compiled: Whether the layers are compiled.
         liger: Whether layers that are not compiled have Liger's kernels.
         flash_attention_4: Whether attention is flash-attn 4, else PyTorch's kernels.
+        graphs: Whether passes are CUDA graphs, which the host launches at once.
     """
 
     mode: str
     compiled: bool
     liger: bool
     flash_attention_4: bool
+    graphs: bool = False
 
 
 @dataclass(frozen=True)

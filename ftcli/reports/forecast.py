@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.compatibility import check_pair
+from ftcli.config.graph_exclusions import expects_graphs
 from ftcli.config.plan import Plan, derive_batches, derive_plan
 from ftcli.config.profile import ShardCounts
 from ftcli.models.architectures import architecture_of
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 # Part of the memory in the output -> names of it in the estimate. A part of the output may have several.
 PARTS = {
     "weights": ("weights",),
-    "gradients": ("gradients", "arriving gradients"),
+    "gradients": ("gradients", "arriving gradients", "gradients of CUDA graphs"),
     "optimizer": ("optimizer",),
     "activations": ("activations",),
     "logits": ("logits",),
@@ -220,7 +221,8 @@ def _time(target: Target, shares: ShardCounts, plan: Plan, mode: str, compiled: 
     recipe, size, gpu = target.recipe, target.size, target.gpu
     if gpu is None or size is None or size.shape is None or recipe.precision not in gpu.products:
         return None
-    kernels = Kernels(mode, compiled, _has_liger(target, compiled), _has_flash_attention_4(target))
+    liger, flash = _has_liger(target, compiled), _has_flash_attention_4(target)
+    kernels = Kernels(mode, compiled, liger, flash, _has_graphs(target, shares, mode))
     return estimate_step(recipe, size, size.shape, shares, plan, target.lengths, kernels, gpu)
 
 
@@ -254,6 +256,8 @@ def _of_size(profile: Profile, target: Target, plan: Plan, shares: ShardCounts, 
             "fresh_gradients": has_fresh_gradients(shares, plan),
         }
         memory = estimate_memory(recipe, size, shares, rows=micro, tokens=tokens, mode=mode, **how)
+        if _has_graphs(target, shares, mode):
+            memory = memory.with_graphs((2 if recipe.precision == "bf16_pure" else 4) * size.trained)
         fits = None if target.usable is None else memory.total <= target.usable
         time = _time(target, shares, plan, mode, compiled)
         forecasts.append(
@@ -288,6 +292,12 @@ def _compiles(shares: ShardCounts, target: Target, plan: Plan, mode: str) -> boo
     passes = plan.accumulation if recipe.batch.micro_size != "auto" else math.ceil(tokens / FULL_TOKENS)
     saved = seconds_saved(shape, tokens * plan.steps, passes * plan.steps, enough=enough_tokens(shape))
     return sum(saved) >= LEAST_SAVED
+
+
+def _has_graphs(target: Target, shares: ShardCounts, mode: str) -> bool:
+    """Return whether passes are CUDA graphs, if the GPUs have room for them."""
+    is_whole = shares == ShardCounts()
+    return target.gpu is not None and is_whole and mode == "none" and expects_graphs(target.recipe, target.model_type)
 
 
 def _has_liger(target: Target, compiled: bool) -> bool:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from ftcli.config.graph_exclusions import COMPARED
 from ftcli.models.kernels.captured_pass import CapturedPass
 from ftcli.models.kernels.channels_last import use_channels_last
-from ftcli.models.kernels.cuda_graphs import COMPARED
 from ftcli.models.kernels.padding_masks import padding_of, replace_mask_functions, use_padding
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftcli.config.graph_exclusions import graph_exclusion
+from ftcli.config.graph_exclusions import COMPARED, graph_exclusion
 from ftcli.config.task_registry import task_class
 from ftcli.models.hub import attention_of
 from ftcli.models.kernels.capture_setting import HINT
@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftcli.config.recipe import Recipe
-
-
-# Model types whose replayed passes have been compared with others on a GPU (tests/gpu/test_cuda_graphs_on_gpus.py).
-COMPARED = frozenset(
-    (
-        *("albert", "bert", "camembert", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta"),
-        *("beit", "convnext", "convnextv2", "deit", "dinov2", "mobilenet_v2", "regnet", "resnet", "swin", "vit"),
-    )
-)
 
 
 def use_cuda_graphs(

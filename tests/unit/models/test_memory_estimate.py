@@ -385,8 +385,21 @@ def test_check_reports_no_compilation_for_an_adapter_under_zero3(profile: str, a
         model = {"name": folder, "torch_compile": asks}
         small_recipe = recipe(model=model, data={"train": "x", "max_length": 2**20}, adapter={"type": adapter})
         _, facts, _ = _expect_passes(small_recipe, load_profile(profile), derive_plan(small_recipe, 2), cpu=True)
-        message |= set(facts.values())
+        message.add(facts["memory"])
     assert (len(message) == 1) == (profile.startswith("zero3") and adapter == "lora")
+
+
+def test_check_expects_compiled_layers_under_zero3_with_whole_frozen_weights(tmp_path: Path) -> None:
+    from ftcli.reports.check import _expect_passes
+
+    folder = str(save_tiny_causal(tmp_path))
+    lines = {}
+    for profile, asks in (("zero3", False), ("zero3", True), ("ddp", True)):
+        model = {"name": folder, "torch_compile": asks, "shard_frozen": False}
+        lora = recipe(model=model, data={"train": "x", "max_length": 2**20}, adapter={"type": "lora"})
+        _, facts, _ = _expect_passes(lora, load_profile(profile), derive_plan(lora, 2), cpu=True)
+        lines[profile, asks] = facts["memory"]
+    assert lines["zero3", True] == lines["ddp", True] != lines["zero3", False]
 
 
 def test_estimate_memory_with_fresh_gradients_shares_the_memory_of_activations() -> None:

@@ -224,6 +224,22 @@ def test_plan_of_an_image_model_counts_patches(recipe: Path, tmp_path: Path) -> 
     assert "decoding of images is not counted" in report.notes
 
 
+def test_plan_of_a_model_with_cuda_graphs_counts_their_gradients_and_no_launches(recipe: Path, tmp_path: Path) -> None:
+    sizes = {"model_type": "vit", "num_hidden_layers": 12, "hidden_size": 192, "num_attention_heads": 3}
+    sizes |= {"intermediate_size": 768, "image_size": 224, "patch_size": 16}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+    values = yaml.safe_load(recipe.read_text())
+    values |= {"task": "image_classification", "data": {"train": "images"}}
+    recipe.write_text(yaml.safe_dump(values))
+    (plain,) = planned(recipe, "single", overrides=["model.cuda_graphs=false"]).forecasts
+    (graphs,) = (report := planned(recipe, "single")).forecasts
+    assert report.target.size is not None and plain.memory is not None and graphs.memory is not None
+    assert graphs.memory.total - plain.memory.total == 4 * report.target.size.trained
+    assert plain.time is not None and graphs.time is not None and graphs.time.compute < 0.7 * plain.time.compute
+    (sharded,) = planned(recipe, "fsdp").forecasts
+    assert sharded.memory is not None and "gradients of CUDA graphs" not in sharded.memory.bytes_by_use
+
+
 def test_plan_of_prepared_rows_uses_their_lengths(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,8 +408,11 @@ def test_plan_of_an_adapter_counts_no_more_rows_than_a_process_has(recipe: Path)
 
 
 def test_plan_of_an_adapter_says_where_frozen_weights_are(recipe: Path) -> None:
-    adapter = ["adapter.type=lora", "adapter.r=8", "adapter.lora_alpha=16"]
+    adapter = ["adapter.type=lora", "adapter.r=8", "adapter.lora_alpha=16", "model.torch_compile=true"]
     report = planned(recipe, "ddp", "fsdp", "zero3", overrides=adapter)
-    (note,) = (line for line in report.notes if "frozen weights" in line)
-    assert note.startswith("fsdp: frozen weights 2.47 GB, whole on each GPU, so trained as under ddp (auto: they fit)")
+    notes = [line for line in report.notes if "frozen weights" in line]
+    for note, profile in zip(notes, ("fsdp", "zero3"), strict=True):
+        assert note.startswith(f"{profile}: frozen weights 2.47 GB, whole on each GPU, so trained as under ddp (auto: ")
+    _, sharded, whole = report.forecasts
+    assert whole.compiled and whole.memory == sharded.memory
     assert not any("frozen weights" in line for line in planned(recipe, "fsdp").notes)

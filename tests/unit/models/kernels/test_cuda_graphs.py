@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from ftcli.config.graph_exclusions import COMPARED
 from ftcli.config.recipe import Recipe
 from ftcli.models.kernels.capture_setting import leaves_of_their_own, padded_length, tensors_of
 from ftcli.models.kernels.captured_pass import MOST_GRAPHS, CapturedPass
-from ftcli.models.kernels.cuda_graphs import COMPARED, use_cuda_graphs
+from ftcli.models.kernels.cuda_graphs import use_cuda_graphs
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny
 

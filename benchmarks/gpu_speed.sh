@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure the speed of ftcli, a bare Accelerate loop and TRL on the same weights and rows, on one, two or four GPUs.
 # Usage: benchmarks/gpu_speed.sh WORK RESULTS [BUDGET_SECONDS [GROUP...]]     (benchmarks/README.md describes the results)
-# Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers, short,
+# Groups, in this order if none is named: one fsdp ddp lora zero3 rest ladder. Also: pairs, classifiers, unsloth, short,
 # short_8b, short_trl, short_trl_halves, patches; and for two GPUs without flash-attn: two_lora two_1b two_3b two_shapes
 # two_patches two_where two_short.
 # Groups that need more GPUs are left out.
@@ -152,6 +152,8 @@ two_lora() { # adapters of 8B on one GPU and two, without flash-attn
     more lora_ddp 150 "${at[@]}" --profile ddp --processes 2 "${best[@]}"
     # With Liger's loss this loop fails: "aten.mm.out got mixed torch.Tensor and DTensor".
     more lora_fsdp_bare 150 "${at[@]}" --profile fsdp --processes 2 --peer bare --set liger=0 --label "without Liger"
+    more lora_fsdp_trl 150 "${at[@]}" --profile fsdp --processes 2 --peer trl --label "without Liger" \
+        --set attn_implementation=varlen --set use_liger_kernel=false
     more lora_fsdp 200 "${at[@]}" --profile fsdp --processes 2 "${best[@]}"
     more lora_fsdp_sharded 150 "${at[@]}" --profile fsdp --processes 2 "${best[@]}" \
         --label "extras, frozen weights sharded" --set model.shard_frozen=true
@@ -258,9 +260,33 @@ two_patches() { # each optional patch of FSDP2 and ZeRO-3 left out
         more "patch_fsdp_$name" 90 "${at[@]}" --profile fsdp --without "$name"
     done
     for name in "" zero3-16-bit-gradients zero3-16-bit-weights zero3-compiled-linear zero3-rounded-shards zero3-step \
-        zero3-gather-stream; do
+        zero3-gather-stream zero3-small-weights zero3-gradient-buffer zero3-gradient-memory zero3-stream-waits \
+        zero3-quiet-hooks zero3-gathered-layers; do
         more "patch_zero3_$name" 90 "${at[@]}" --profile zero3 --without "$name"
     done
+}
+
+unsloth() { # adapters of 8B and all weights of 1B, on one GPU; cells that begin with u_ take EXTRAS with Unsloth's packages
+    local size lora=(--shape llama-3.1-8b --length 4096 --task pretrain --lora 16 --learning-rate 1e-4)
+    local again=(--set model.gradient_checkpointing=full --label recomputed) host=(--set model.activation_offloading=true)
+    local theirs=(--peer unsloth) theirs_again=(--set use_gradient_checkpointing=unsloth --label recomputed)
+    for size in 1 2 4; do
+        more lora_$size 120 "${lora[@]}" --micro-size $size "${best[@]}"
+        more u_lora_$size 120 "${lora[@]}" --micro-size $size "${theirs[@]}"
+        more qlora_$size 120 "${lora[@]}" --four-bit --micro-size $size "${best[@]}"
+        more u_qlora_$size 120 "${lora[@]}" --four-bit --micro-size $size "${theirs[@]}"
+    done
+    for size in 1 8; do
+        more lora_${size}_again 120 "${lora[@]}" --micro-size $size "${best[@]}" "${again[@]}"
+        more u_lora_${size}_again 120 "${lora[@]}" --micro-size $size "${theirs[@]}" "${theirs_again[@]}"
+        more qlora_${size}_again 120 "${lora[@]}" --four-bit --micro-size $size "${best[@]}" "${again[@]}"
+        more qlora_${size}_host 120 "${lora[@]}" --four-bit --micro-size $size "${best[@]}" "${again[@]}" "${host[@]}" \
+            --label "recomputed, inputs on the host"
+        more u_qlora_${size}_again 120 "${lora[@]}" --four-bit --micro-size $size "${theirs[@]}" "${theirs_again[@]}"
+    done
+    lora=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16_pure)
+    more full_1b 100 "${lora[@]}" "${best[@]}"
+    more u_full_1b 120 "${lora[@]}" "${theirs[@]}"
 }
 
 pairs() { # preference, beside TRL's DPOTrainer

@@ -52,7 +52,7 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
 
 def _frozen_problems(profile: Profile, where: str) -> list[Problem]:
     """Return a problem if frozen weights are to be whole on the GPUs, and the profile has no whole weights there."""
-    if not (profile.offloads_shards or (profile.is_stage_3 and profile.offloads_optimizer)):
+    if not (profile.offloads_shards or (profile.is_stage_3 and profile.offloads_zero)):
         return []
     message = "model.shard_frozen: false cannot run on this profile: it keeps shards in host memory"
     return [Problem(message, where, "remove the key, or choose fsdp, zero3 or ddp")]

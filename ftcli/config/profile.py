@@ -96,6 +96,11 @@ class Profile:
         return self._zero()[1] != "none"
 
     @property
+    def offloads_zero(self) -> bool:
+        """Whether DeepSpeed stores optimizer state or weights in host memory."""
+        return self._zero()[1:] != ("none", "none")
+
+    @property
     def offloads_shards(self) -> bool:
         """Whether FSDP stores shards and optimizer state in host memory."""
         section = self.values.get("fsdp_config") or {}

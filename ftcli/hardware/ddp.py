@@ -66,7 +66,7 @@ class DDP(Backend):
         of an element in its bucket determines the order in which the ranks are summed. Without this pass the first
         step of a resumed run would differ in its last bits.
         """
-        accelerator.backward(loss())
+        self.backward(accelerator, loss(), 1.0)
         model.zero_grad(set_to_none=True)
 
     def release(self, model: nn.Module) -> None:
@@ -89,7 +89,13 @@ class Replicas(DDP):
     replaces_shards: ClassVar[bool] = True
 
     def before_prepare(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
-        """Return the model on the device, or as it is if one rank has read the weights for all."""
+        """Return the model on the device, or as it is if one rank has read the weights for all.
+
+        transformers and peft would go on looking for shards of ZeRO-3.
+        """
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
         is_empty = any(parameter.is_meta for parameter in model.parameters())
         return model if is_empty else weight_transfer.move(model, accelerator.device)
 

@@ -61,7 +61,7 @@ class Recomputation:
         counts: The number of passes; None without `passes`.
         notes: Lines for the log about rows that are short.
         frozen_line: The line for the log about frozen weights; None if they cannot be whole or sharded.
-        is_replicated: Whether an FSDP profile keeps the whole model on each device.
+        is_replicated: Whether each device has the whole model although the profile shards it.
     """
 
     mode: str
@@ -136,14 +136,17 @@ def accelerate_model(
     if choice.is_replicated:
         hardware.replicate()
     recomputed, may_compile = choice.mode, hardware.may_compile(model)
+    is_open = recipe.model.torch_compile is None
     recipe, not_compiled = compile_choice(recomputed, device_type=device_type, may_compile=may_compile)
     passes = choice.counts.most if choice.counts is not None else data.plan.accumulation
-    kernel_lines = [*use_kernels(model, recipe, hardware, recomputed, passes=passes), *not_compiled]
+    kernel_lines = [*use_kernels(model, recipe, hardware, recomputed, passes, falls_back=is_open), *not_compiled]
     model = hardware.before_prepare(model, recipe)
     return model, recipe, Acceleration(choice, bool(recipe.model.torch_compile), kernel_lines)
 
 
-def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed: str, *, passes: int = 1) -> list[str]:
+def use_kernels(
+    model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed: str, passes: int = 1, *, falls_back: bool = False
+) -> list[str]:
     """Replace parts of the layers by faster ones, where the recipe and this machine allow it, and compile the layers.
 
     Args:
@@ -152,6 +155,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         hardware: The hardware of the run.
         recomputed: What the backward pass computes again: none, selective, full or tiled.
         passes: Forward passes of a step on each process, at most.
+        falls_back: Whether a layer that cannot be compiled runs as it is; otherwise that is an error.
 
     Returns:
         One line for the log for each part.
@@ -168,7 +172,7 @@ def use_kernels(model: nn.Module, recipe: Recipe, hardware: Hardware, recomputed
         *multiply_in_float8(model, recipe, device_type),
         *tile_mlps(model, recipe, recomputed, has_hooks=not hardware.may_compile(model)),
         *use_channels_last(model, device_type),
-        *compile_layers(model, recipe, recomputed),
+        *compile_layers(model, recipe, recomputed, falls_back=falls_back),
         *use_cuda_graphs(model, recipe, device_type, recomputed=recomputed, is_whole=is_whole, first=passes),
     ]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.data.packing import lengths_of
 from ftcli.models.architectures import architecture_of
-from ftcli.models.kernels.compile import COMPILERS, HOOKS, LEAST_SAVED, compile_problem, fall_back, seconds_saved
+from ftcli.models.kernels.compile import COMPILERS, HOOKS, LEAST_SAVED, compile_problem, seconds_saved
 from ftcli.models.pass_budget import FULL_TOKENS, enough_tokens
 from ftcli.models.shape import Shape
 from ftcli.models.structure import base_model_of
@@ -52,16 +52,12 @@ def choose_compile(
     requested = recipe.model.torch_compile
     if requested and not may_compile:
         return _with_compile(recipe, compiled=False), [f"torch_compile: left out, {HOOKS}"]
-    if requested:
-        fall_back(quietly=False)
     if requested is not None:
         return recipe, []
     on_gpu = device_type == "cuda"
     problem = (
         _reason_not_to_compile(model, recipe, plan, rows, recomputed, may_compile) if on_gpu else "there is no GPU"
     )
-    if problem is None:
-        fall_back(quietly=True)
     lines = [f"torch_compile: none, {problem}"] if problem and on_gpu else []
     return _with_compile(recipe, compiled=problem is None), lines
 

@@ -244,6 +244,7 @@ class CapturedPass:
             problem = f"the forward pass of {type(self.model).__name__} cannot be captured: {first_line(error)}"
             raise InputError(f"model.cuda_graphs: {problem}", hint=HINT) from error
         finally:
+            torch.clear_autocast_cache()
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)

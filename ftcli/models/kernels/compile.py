@@ -113,17 +113,6 @@ def compile_problem() -> str | None:
     return next((patch.problem() for patch in (COMPILING, CHECKPOINTS, LAYERS) if not patch.is_usable()), None)
 
 
-def fall_back(*, quietly: bool) -> None:
-    """Set whether a layer that cannot be compiled runs uncompiled, until the run ends.
-
-    Args:
-        quietly: True to run the layer uncompiled, False to raise the error.
-    """
-    import torch._dynamo
-
-    change(torch._dynamo.config, "suppress_errors", quietly)
-
-
 def check_compile(recipe: Recipe) -> None:
     """Check that this machine can compile the layers of a recipe.
 
@@ -138,13 +127,16 @@ def check_compile(recipe: Recipe) -> None:
         raise InputError(message, hint="install one, or set model.torch_compile to false")
 
 
-def compile_layers(model: nn.Module, recipe: Recipe, recomputed: str = "none") -> list[str]:
+def compile_layers(
+    model: nn.Module, recipe: Recipe, recomputed: str = "none", *, falls_back: bool = False
+) -> list[str]:
     """Compile the layers of a model if the recipe sets `model.torch_compile`.
 
     Args:
         model: The model before `Accelerator.prepare`.
         recipe: The recipe.
         recomputed: Gradient checkpointing of the run: none, selective, full or tiled.
+        falls_back: Whether a layer that cannot be compiled runs as it is; otherwise that is an error.
 
     Returns:
         Lines for the log.
@@ -154,12 +146,15 @@ def compile_layers(model: nn.Module, recipe: Recipe, recomputed: str = "none") -
     """
     if not recipe.model.torch_compile:
         return []
+    import torch._dynamo
+
     check_compile(recipe)
     if (problem := compile_problem()) is not None:
         return [f"torch_compile: none, {problem}"]
     if not (layers := layers_of(model)):
         message = f"model.torch_compile: the layers of {type(base_model_of(model)).__name__} are unknown"
         raise InputError(message, hint="set model.torch_compile to false")
+    change(torch._dynamo.config, "suppress_errors", falls_back)
     _exclude_attention()
     _use_one_norm_kernel_for_all_lengths()
     _round_like_uncompiled_layers(recipe)

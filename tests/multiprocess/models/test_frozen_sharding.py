@@ -45,6 +45,21 @@ def train(folder: Path, saves: Path, shard_frozen: list[bool]) -> dict[Any, Any]
     return results
 
 
+def resume_alone(folder: Path, saves: Path) -> Any:
+    """Return the rows of a run, and of one that was resumed from its checkpoint, both with whole frozen weights."""
+    recipe = of(folder, KINDS[0], False, LONGER)
+    saved = save_cell(recipe, saves)
+    return saved["rows"][SAVED_AT:], resume_cell(recipe, checkpoint_path(saves, SAVED_AT))["rows"]
+
+
+@pytest.mark.parametrize("profile", ["fsdp", "zero3"])
+def test_whole_frozen_weights_on_three_processes_resume_with_equal_bits(
+    inputs: Path, tmp_path: Path, profile: str
+) -> None:
+    for expected, resumed in run_on_cpu(resume_alone, inputs, tmp_path, processes=3, profile=profile):
+        assert resumed == expected
+
+
 @pytest.mark.parametrize("profile", ["fsdp", "zero3"])
 def test_whole_frozen_weights_give_the_curve_of_one_process(inputs: Path, tmp_path: Path, profile: str) -> None:
     (one,) = run_on_cpu(train, inputs, tmp_path / "one", [True], processes=1, profile="single")

@@ -361,6 +361,15 @@ def test_check_pair_of_whole_frozen_weights_refuses_profiles_without_them(name: 
         assert check_pair(recipe, load_profile(other)) == []
 
 
+def test_check_pair_of_whole_frozen_weights_refuses_weights_on_the_host_alone() -> None:
+    section = "{zero_stage: 3, offload_param_device: cpu, offload_optimizer_device: none, zero3_init_flag: false}"
+    Path("host.yaml").write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config: {section}\n")
+    recipe = a_recipe("bf16")
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"shard_frozen": False})})
+    (problem,) = check_pair(recipe, load_profile("host.yaml"))
+    assert "model.shard_frozen: false" in problem.what
+
+
 def test_check_pair_of_bf16_pure_and_deepspeed_offload_is_refused() -> None:
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
     section = "{deepspeed_config_file: ds.json, zero3_init_flag: false}"

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.config.plan import Plan
 from ftcli.data.cache import PreparedRows
@@ -25,7 +25,7 @@ from ftcli.models.kernels.document_attention import confine_to_documents, docume
 from ftcli.models.kernels.liger import liger_problem
 from ftcli.models.structure import layers_of
 from ftcli.runtime.errors import InputError
-from ftcli.testing import run_on_cpu
+from ftcli.testing import run_on_cpu, save_tiny_causal
 from ftcli.training.compilation import choose_compile
 from ftcli.training.run import Run
 from ftcli.training.setup import prepare
@@ -47,6 +47,13 @@ def test_check_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(InputError, match=r"torch_compile needs a C\+\+ compiler"):
         check_compile(compiled_recipe())
     check_compile(recipe("x"))
+
+
+def test_compile_layers_that_the_recipe_asks_for_raise_their_errors(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_causal(tmp_path))
+    for falls_back in (True, False):  # who asks for compilation wants to know why it fails
+        compile_layers(model, compiled_recipe(), falls_back=falls_back)
+        assert torch._dynamo.config.suppress_errors == falls_back
 
 
 def test_compile_layers_with_a_model_without_known_layers_is_refused() -> None:
@@ -204,11 +211,9 @@ def test_compile_default_of_a_long_gpu_run_compiles_supported_layers(
 ) -> None:
     assert decided(monkeypatch) == (True, [])
     assert decided(monkeypatch, tokens=20_000) == (True, [])  # 200 tokens a pass: the device waits for Python
-    assert torch._dynamo.config.suppress_errors
     given, rows = compiled_recipe(), PreparedRows(Dataset.from_dict({}), None, {})
     plan = Plan(1, 10, 10, 1, rows=1, steps_per_epoch=1, steps=1, warmup_steps=0)
     assert choose_compile(large(), given, plan, rows, "none", device_type="cuda", may_compile=True) == (given, [])
-    assert not torch._dynamo.config.suppress_errors, "who asks for it wants to know why it fails"
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ RULES = (
         "without an adapter: no weight is frozen, and trained weights are float32 (bf16_pure: bfloat16)",
         "delete it; precision sets the dtype of the computation",
     ),
+    Rule("model.embeddings_on_host", _has_no_adapter, "without an adapter: no weight is frozen"),
     Rule("model.shard_frozen", _has_no_adapter, "without an adapter: no weight is frozen"),
     *(
         Rule(f"optimizer.{key}", lambda recipe: recipe.optimizer.name == "sgd", "with optimizer.name sgd")

@@ -24,6 +24,7 @@ from ftcli.models.kernels.channels_last import use_channels_last
 from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.cuda_graphs import use_cuda_graphs
 from ftcli.models.kernels.float8 import multiply_in_float8
+from ftcli.models.kernels.host_embeddings import bytes_on_host, keep_embeddings_on_host
 from ftcli.models.kernels.liger import liger_problem, use_liger
 from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
 from ftcli.models.kernels.tiled_mlp import tile_mlps
@@ -141,6 +142,7 @@ def accelerate_model(
     passes = choice.counts.most if choice.counts is not None else data.plan.accumulation
     kernel_lines = [*use_kernels(model, recipe, hardware, recomputed, passes, falls_back=is_open), *not_compiled]
     model = hardware.before_prepare(model, recipe)
+    kernel_lines += keep_embeddings_on_host(model, recipe)
     return model, recipe, Acceleration(choice, bool(recipe.model.torch_compile), kernel_lines)
 
 
@@ -200,7 +202,7 @@ def choose_recomputation(
     """
     plan, rows, device_type = data.plan, data.rows, hardware.accelerator.device.type
     shares = profile_of_process(os.environ).shard_counts(plan.processes)
-    sizes = _sizes(model)
+    sizes = _sizes(model, recipe)
     capacities, trained, frozen = zip(
         *hardware.ranks.collect((_gpu_memory(hardware), sizes.trained, sizes.frozen_bytes)), strict=True
     )
@@ -322,14 +324,13 @@ def _choose_passes(
     return Recomputation(budget.mode, line, rule, counts, tuple(notes))
 
 
-def _sizes(model: nn.Module) -> ModelSize:
+def _sizes(model: nn.Module, recipe: Recipe) -> ModelSize:
     """Return the sizes that the memory estimate needs."""
     config: Any = getattr(model, "config", None)
     shape = Shape.of(config.to_dict()) if hasattr(config, "to_dict") else None
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return ModelSize(
-        trained, sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad), shape
-    )
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    return ModelSize(trained, frozen - bytes_on_host(model, recipe), shape)
 
 
 def _longest_row(recipe: Recipe, rows: PreparedRows) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ftcli.models.kernels.host_embeddings import remember_on_host
 from ftcli.models.kernels.padding_masks import Padding, padding_of, use_padding
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class _Copy:
                 name: value.pin_memory() if isinstance(value, torch.Tensor) else value for name, value in batch.items()
             }
             self._batch = on_device(pinned, device)  # PyTorch keeps pinned memory until the copy that reads it is done
+            if "input_ids" in self._batch:
+                remember_on_host(self._batch["input_ids"], pinned["input_ids"])
             self._event = stream.record_event()
 
     def arrived(self) -> Batch:

@@ -52,6 +52,7 @@ DEPENDENT: dict[str, tuple[list[Any], Values, Values]] = {
     "adapter.loraplus_lr_ratio": ([16.0], NONE, LORA),
     "adapter.path": (["adapter"], NONE, LORA),
     "model.dtype": (["bfloat16"], {}, LORA),
+    "model.embeddings_on_host": ([True], NONE, LORA),
     "model.shard_frozen": ([True, False], NONE, LORA),
     "optimizer.betas": ([[0.8, 0.99]], MOMENTUM, {}),
     "optimizer.eps": ([1e-6], MOMENTUM, {}),

@@ -370,6 +370,15 @@ def test_check_pair_of_whole_frozen_weights_refuses_weights_on_the_host_alone() 
     assert "model.shard_frozen: false" in problem.what
 
 
+@pytest.mark.parametrize("name", ["fsdp", "zero2", "zero3", "fsdp_offload"])
+def test_check_pair_of_embeddings_on_the_host_refuses_profiles_that_shard(name: str) -> None:
+    recipe = a_recipe("bf16")
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"embeddings_on_host": True})})
+    (problem,) = check_pair(recipe, load_profile(name))
+    assert "model.embeddings_on_host cannot run on this profile" in problem.what and "ddp" in problem.hint
+    assert [check_pair(recipe, load_profile(other)) for other in ("single", "ddp")] == [[], []]
+
+
 def test_check_pair_of_bf16_pure_and_deepspeed_offload_is_refused() -> None:
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
     section = "{deepspeed_config_file: ds.json, zero3_init_flag: false}"

@@ -184,7 +184,7 @@ def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str
         ours, theirs = side_by_side(of_us, of_them)
         ratio = ours[SPEED] / theirs[SPEED]
         verdict = "reached" if ratio >= goal.least else "missed"
-        if "agrees" not in ours and theirs["steps"] == ours["steps"]:
+        if "agrees" not in ours and theirs["peer"] in ("ftcli", "unsloth") and theirs["steps"] == ours["steps"]:
             ours = ours | {"agrees": within(apart(ours, theirs))}  # without a reference, its two lines are compared
         if "agrees" not in ours:
             verdict = "does not count: no reference was measured"

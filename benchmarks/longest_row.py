@@ -1,12 +1,13 @@
 """Find the longest row that trains within the memory of small GPUs: an 8B shape, QLoRA, one row at a time.
 
-    python benchmarks/longest_row.py --peer ftcli|unsloth [--tiled] [--limits 15.3 23.3] --work FOLDER --facts FILE
+    python benchmarks/longest_row.py --peer ftcli|unsloth [--tiled] [--embeddings-on-host] --work FOLDER --facts FILE
 
 A row is made of packed rows of up to 1,024 tokens, called parts here. Layers are recomputed and their inputs are kept
 in host memory, in both programs. Two rows without a limit give the memory of a token. Then the process may use only so
-many GiB, and rows become longer by 3 % until one does not fit. Each row takes a whole step: forward pass, backward pass
-and optimizer. `--tiled` turns on Unsloth's tiled MLP. `--cpu` rehearses the search of ftcli with a tiny shape: a row of
-9 parts is then too long.
+many GiB, and rows become longer by 3 % until one does not fit. Each row takes a whole step: forward pass, backward
+pass and optimizer. `--tiled` turns on Unsloth's tiled MLP. `--embeddings-on-host` keeps the input embeddings in host
+memory too, in both programs. `--cpu` rehearses the search of ftcli with a tiny shape: a row of 9 parts is then too
+long.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ GROWTH = 1.03
 Step = Callable[[int], tuple[int, float]]  # trains a row of so many parts, and returns its tokens and its loss
 
 
-def ftcli_step(cell: Cell, work: Path) -> Step:
+def ftcli_step(cell: Cell, work: Path, *, on_host: bool) -> Step:
     """Return the step of ftcli: as its loop takes it, with full recomputation and inputs of layers on the host."""
     from ftcli.training.batches.dataloaders import Rows
     from ftcli.training.setup import prepare
@@ -43,6 +44,7 @@ def ftcli_step(cell: Cell, work: Path) -> Step:
     inputs = inputs_of(cell, work)
     adapter = ["adapter.type=lora", f"adapter.r={cell.lora}", f"adapter.lora_alpha={2 * cell.lora}"]
     sizes = ["model.gradient_checkpointing=tiled", "model.activation_offloading=true", "model.torch_compile=true"]
+    sizes += ["model.embeddings_on_host=true"] if on_host else []
     overrides = [*adapter, *sizes, *(["model.quantization.load_in_4bit=true"] if cell.four_bit else [])]
     run: Any = prepare(inputs.recipe, overrides=overrides, cpu=cell.cpu)
     rows = Rows(run.rows.train, run.task, training=True, bins=run.rows.bins)
@@ -58,7 +60,7 @@ def ftcli_step(cell: Cell, work: Path) -> Step:
     return step
 
 
-def unsloth_step(cell: Cell, work: Path, *, is_tiled: bool) -> Step:
+def unsloth_step(cell: Cell, work: Path, *, is_tiled: bool, on_host: bool) -> Step:
     """Return the step of Unsloth's model under TRL's trainer, with its offloaded checkpoints and its own packing."""
     from cells.rows import PackedRows
     from cells.trainer import same_work
@@ -72,7 +74,7 @@ def unsloth_step(cell: Cell, work: Path, *, is_tiled: bool) -> Step:
     recomputed = "unsloth"
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(inputs.model), max_seq_length=longest, dtype=None, load_in_4bit=True, local_files_only=True,
-        use_gradient_checkpointing=recomputed, unsloth_tiled_mlp=is_tiled,
+        use_gradient_checkpointing=recomputed, unsloth_tiled_mlp=is_tiled, offload_embedding=on_host,
     )  # fmt: skip
     model = FastLanguageModel.get_peft_model(
         model, r=cell.lora, lora_alpha=2 * cell.lora, lora_dropout=0, bias="none", target_modules=LINEAR,
@@ -159,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=("ftcli", "unsloth"), required=True)
     parser.add_argument("--tiled", action="store_true")
+    parser.add_argument("--embeddings-on-host", action="store_true")
     parser.add_argument("--limits", type=float, nargs="+", default=[15.3, 23.3])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--facts", type=Path, required=True)
@@ -173,13 +176,14 @@ def main() -> None:
         os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
         accept_other_build()
         importlib.import_module("unsloth")
-        step = unsloth_step(cell, arguments.work, is_tiled=arguments.tiled)
+        step = unsloth_step(cell, arguments.work, is_tiled=arguments.tiled, on_host=arguments.embeddings_on_host)
     else:
-        step = ftcli_step(cell, arguments.work)
+        step = ftcli_step(cell, arguments.work, on_host=arguments.embeddings_on_host)
     memory = Memory(cpu=arguments.cpu)
     probes = [memory.attempt(step, number, None) for number in ((2, 4) if arguments.cpu else PROBES)]
     print(f"{arguments.peer}: without a limit {probes}", flush=True)
     line: dict[str, Any] = {"peer": arguments.peer, "tiled": arguments.tiled, "probes": probes, "time": time.time()}
+    line["embeddings on the host"] = arguments.embeddings_on_host
     for limit in arguments.limits:
         found = search(memory, step, limit, guess([probe for probe in probes if probe], limit))
         tokens = found["tokens"] if found else 0

@@ -4,8 +4,9 @@ Rows are passed packed, with the lengths of their documents. With `packing`, Uns
 these lengths, so that documents do not attend to each other. Rows marked only as padding-free lose the lengths, and the
 first loss differs. Unsloth concatenates short rows by default, but not those that are tokenised already, so the short
 rows of a micro-batch are passed as one packed row. Settings: `use_gradient_checkpointing` (false, true, or unsloth:
-layer inputs are kept in host memory), or a field of SFTConfig. Unsloth patches transformers, peft and trl when it is
-imported. Therefore `cell.py` runs its cells in one new process that has not imported them.
+layer inputs are kept in host memory), `offload_embedding` (the input embeddings are too), or a field of SFTConfig.
+Unsloth patches transformers, peft and trl when it is imported. Therefore `cell.py` runs its cells in one new process
+that has not imported them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     from unsloth import FastLanguageModel
 
     options = {name: yaml.safe_load(value) for name, value in cell.named.items()}
-    recomputed = options.pop("use_gradient_checkpointing", False)
+    recomputed, on_host = options.pop("use_gradient_checkpointing", False), options.pop("offload_embedding", False)
     tokens = cell.length * cell.micro_size
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(inputs.model),
@@ -40,6 +41,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
         load_in_4bit=cell.four_bit,
         full_finetuning=not cell.lora,
         use_gradient_checkpointing=recomputed,
+        offload_embedding=on_host,
         local_files_only=True,
     )
     if cell.lora:

@@ -327,8 +327,8 @@ def _divide(recipe: Recipe, total: int, inside: int, adapter: int, shape: Shape 
         return ModelSize(total, 0, shape)
     wide = recipe.model.dtype == "float32" or (recipe.model.dtype == "auto" and recipe.precision == "fp32")
     frozen = total * (4 if wide else 2)
-    if recipe.model.embeddings_on_host and shape is not None:
-        frozen -= shape.vocabulary * shape.hidden * (4 if wide else 2)
+    if recipe.model.embeddings_on_host and shape is not None and not shape.ties_head:
+        frozen = max(0, frozen - shape.table * (4 if wide else 2))
     if recipe.model.quantization is not None:  # 4 bits, and a scale per 64 weights
         frozen -= int(inside * ((4 if wide else 2) - 0.52))
     return ModelSize(adapter, frozen, shape)

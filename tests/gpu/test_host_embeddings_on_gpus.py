@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_rows_arrive_on_the_device_with_the_bits_of_the_table() -> None:
     table = torch.randn(1000, 64, dtype=torch.bfloat16)
-    lookup, ids = HostLookup(table), torch.randint(1000, (3, 500))
+    lookup, ids = HostLookup(table, torch.device("cuda")), torch.randint(1000, (3, 500))
     (batch,) = DevicePrefetcher(torch.device("cuda")).ahead([{"input_ids": ids}])
-    assert batch["input_ids"].on_host.equal(ids)
+    assert batch["input_ids"].on_host[0].equal(ids)
     for given in (batch["input_ids"], ids.cuda()):  # with a copy of the ids on the host, and without
         rows = lookup(given)
         assert rows.is_cuda and rows.cpu().equal(torch.nn.functional.embedding(ids, table))
@@ -32,7 +32,7 @@ def test_lookup_of_a_training_batch_does_not_wait_for_the_device() -> None:
     (batch,) = DevicePrefetcher(torch.device("cuda")).ahead([{"input_ids": torch.randint(1000, (2, 50))}])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        HostLookup(table)(batch["input_ids"])
+        HostLookup(table, torch.device("cuda"))(batch["input_ids"])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -6,6 +6,7 @@ so the curve has the same bits.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,30 +39,32 @@ def keep_embeddings_on_host(model: nn.Module, recipe: Recipe) -> list[str]:
     """
     if not recipe.model.embeddings_on_host or recipe.adapter.type == "none":
         return []
-    embeddings = input_embeddings(model)
-    if (problem := _problem(model, embeddings)) is not None:
-        raise InputError(f"model.embeddings_on_host: {problem}", hint=HINT)
-    assert embeddings is not None
-    table = embeddings.weight.detach().cpu()
+    embeddings = _plain_embeddings(model)
+    table, device = embeddings.weight.detach().cpu(), embeddings.weight.device
     del embeddings.weight
     embeddings.weight = table  # a plain tensor, no parameter
-    embeddings.forward = HostLookup(table)
+    embeddings.forward = HostLookup(table, device)
     return [f"embeddings on the host: {table.nbytes / 1e9:.2f} GB; the rows of each micro-batch are copied to the GPU"]
 
 
 def bytes_on_host(model: nn.Module, recipe: Recipe) -> int:
-    """Return the bytes of a model's weights that `keep_embeddings_on_host` will move to the host."""
+    """Return the bytes of a model's weights that `keep_embeddings_on_host` will move to the host.
+
+    Raises:
+        InputError: It will refuse the model.
+    """
     is_moved = recipe.model.embeddings_on_host and recipe.adapter.type != "none"
-    embeddings = input_embeddings(model) if is_moved else None
-    return 0 if embeddings is None else int(embeddings.weight.nbytes)
+    return int(_plain_embeddings(model).weight.nbytes) if is_moved else 0
 
 
-def input_embeddings(model: nn.Module) -> Any:
-    """Return the input embeddings of a model, or None."""
-    try:
-        return base_model_of(model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
+def _plain_embeddings(model: nn.Module) -> Any:
+    """Return the input embeddings of a model; raise `InputError` if they cannot be on the host."""
+    embeddings: Any = None
+    with suppress(AttributeError, NotImplementedError):  # not a model of transformers, or without embeddings
+        embeddings = base_model_of(model).get_input_embeddings()
+    if (problem := _problem(model, embeddings)) is not None:
+        raise InputError(f"model.embeddings_on_host: {problem}", hint=HINT)
+    return embeddings
 
 
 def _problem(model: nn.Module, embeddings: Any) -> str | None:
@@ -71,7 +74,7 @@ def _problem(model: nn.Module, embeddings: Any) -> str | None:
     if embeddings.weight.requires_grad:
         return "the embeddings are trained"
     if sum(weight is embeddings.weight for _, weight in model.named_parameters(remove_duplicate=False)) > 1:
-        return "the head uses the same table, and computes with all of it"
+        return "the head or another module uses the same table"
     return None
 
 
@@ -82,7 +85,7 @@ def remember_on_host(ids: Tensor, host: Tensor) -> None:
         ids: Token ids on the device.
         host: The same ids on the host.
     """
-    ids.on_host = host  # type: ignore[attr-defined]
+    ids.on_host = host, ids._version  # type: ignore[attr-defined]
 
 
 class HostLookup:
@@ -90,25 +93,28 @@ class HostLookup:
 
     Args:
         table: `[tokens of the vocabulary, features]` on the host.
+        device: The device of the model. Some models move ids to that of the table first.
     """
 
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
+    def __init__(self, table: Tensor, device: torch.device) -> None:
+        self.table, self.device = table, device
 
     @torch.no_grad()
     def __call__(self, input: Tensor) -> Tensor:
-        """Return the rows of token ids, on the device of the ids.
+        """Return the rows of token ids, on the device of the model.
 
         Args:
-            input: Token ids of any shape; the name is torch's. Without a copy on the host (`remember_on_host`) this
-                waits for the device.
+            input: Token ids of any shape; the name is torch's. Without a copy on the host (`remember_on_host`), or
+                after they were changed in place, this waits for the device.
 
         Returns:
             `[*shape of the ids, features]` in the dtype of the table.
         """
-        host = getattr(input, "on_host", None)
-        host = (input.cpu() if host is None else host).flatten()
-        is_cuda = input.device.type == "cuda"
-        rows = torch.empty(len(host), self.table.shape[1], dtype=self.table.dtype, pin_memory=is_cuda)
-        torch.index_select(self.table, 0, host, out=rows)
-        return rows.to(input.device, non_blocking=True).view(*input.shape, -1)
+        host, version = getattr(input, "on_host", (None, None))
+        if host is None or input.is_inference() or input._version != version:
+            host = input.cpu()
+        features = self.table.shape[1]
+        is_cuda = self.device.type == "cuda"
+        rows = torch.empty(*input.shape, features, dtype=self.table.dtype, pin_memory=is_cuda)
+        torch.index_select(self.table, 0, host.flatten(), out=rows.view(-1, features))
+        return rows.to(self.device, non_blocking=True)

@@ -72,7 +72,7 @@ class _Copy:
                 name: value.pin_memory() if isinstance(value, torch.Tensor) else value for name, value in batch.items()
             }
             self._batch = on_device(pinned, device)  # PyTorch keeps pinned memory until the copy that reads it is done
-            if "input_ids" in self._batch:
+            if isinstance(self._batch.get("input_ids"), torch.Tensor):
                 remember_on_host(self._batch["input_ids"], pinned["input_ids"])
             self._event = stream.record_event()
 

@@ -55,8 +55,15 @@ def test_embeddings_on_the_host_give_equal_bits(
 
 
 def test_embeddings_that_the_head_uses_are_refused(inputs: Path) -> None:
-    with pytest.raises(InputError, match="model.embeddings_on_host: the head uses the same table"):
+    with pytest.raises(InputError, match="model.embeddings_on_host: the head or another module uses the same table"):
         prepare(of(inputs, "sft-lora", True), cpu=True)
+
+
+def test_a_model_without_a_table_is_refused(inputs: Path) -> None:
+    recipe = of(inputs, "vit", True)
+    recipe = recipe.model_copy(update={"adapter": cell(inputs, "text-lora").adapter})
+    with pytest.raises(InputError, match="the input embeddings of ViTForImageClassification are no plain table"):
+        prepare(recipe, cpu=True)
 
 
 def test_trained_embeddings_are_refused(inputs: Path) -> None:

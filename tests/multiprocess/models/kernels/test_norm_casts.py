@@ -51,7 +51,9 @@ def held_and_estimated(folder: Path) -> dict[str, tuple[int, int]]:
         with casts:
             next(iter(steps(run)))
         shares = profile_of_process(os.environ).shard_counts(run.plan.processes)
-        parts = estimate_memory(run.recipe, _sizes(model), shares, rows=1, tokens=8, mode="none").bytes_by_use
+        parts = estimate_memory(
+            run.recipe, _sizes(model, run.recipe), shares, rows=1, tokens=8, mode="none"
+        ).bytes_by_use
         results[name] = alive[0], parts["copies of weights"]
     return results
 

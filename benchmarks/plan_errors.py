@@ -224,9 +224,8 @@ def compare(number: int, line: dict[str, Any]) -> Compared:
     memory = estimate_memory(
         recipe, size, shares, rows=cell["micro_size"], tokens=shape.patches or cell["length"], mode=mode,
         fused=compiled or kernels.liger, compiled=compiled, fresh_gradients=has_fresh_gradients(shares, plan),
+        graphs=kernels.graphs,
     )  # fmt: skip
-    if kernels.graphs:
-        memory = memory.with_graphs(4 * size.trained)
     time = estimate_step(recipe, size, shape, shares, plan, rows_of(line), kernels, gpu)
     return Compared(number, line, memory.total / 2**30, time)
 

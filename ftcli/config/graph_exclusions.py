@@ -29,7 +29,9 @@ def expects_graphs(recipe: Recipe, model_type: str | None) -> bool:
     requested = recipe.model.cuda_graphs
     if requested is False or graph_exclusion(recipe) is not None:
         return False
-    return bool(requested) or (not is_custom_task(recipe.task) and model_type in COMPARED)
+    # A task of the user may do more with a forward pass than a graph allows, such as use its hooks.
+    has_fixed_forward = getattr(task_class(recipe.task), "has_fixed_forward", False)
+    return bool(requested) or (has_fixed_forward and model_type in COMPARED)
 
 
 def graph_exclusion(recipe: Recipe) -> str | None:

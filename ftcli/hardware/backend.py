@@ -158,11 +158,9 @@ class Backend:
             loss: The loss of a micro-batch, a float32 scalar tensor.
             factor: The loss scale; `clip_grad_norm` divides the gradients by it.
         """
-        loss = loss if factor == 1.0 else loss * factor
-        if accelerator.gradient_accumulation_steps == 1:  # Accelerate would add a division by 1 to the graph
-            loss.backward()
-        else:
-            accelerator.backward(loss)
+        loss, steps = loss if factor == 1.0 else loss * factor, accelerator.gradient_accumulation_steps
+        # As `Accelerator.backward`, which would divide by 1 too, and look for DeepSpeed's engine under its profiles.
+        (loss if steps == 1 else loss / steps).backward()
 
     def clip_grad_norm(
         self, accelerator: Accelerator, parameters: list[nn.Parameter], max_norm: float | None, factor: float

@@ -129,11 +129,6 @@ class Replicas(DDP):
         finally:
             state.distributed_type = before
 
-    def backward(self, accelerator: Accelerator, loss: Tensor, factor: float) -> None:
-        """Add the gradients of `loss * factor`. Accelerate would look for DeepSpeed's engine under its profiles."""
-        loss, steps = loss if factor == 1.0 else loss * factor, accelerator.gradient_accumulation_steps
-        (loss if steps == 1 else loss / steps).backward()
-
     def no_sync(self, accelerator: Accelerator, model: Any) -> AbstractContextManager[None]:
         """Return a context without a sum of gradients, that of the wrapper. Accelerate would look for FSDP's."""
         context: AbstractContextManager[None] = model.no_sync()

@@ -46,10 +46,6 @@ class MemoryEstimate:
         """The sum of all bytes."""
         return sum(self.bytes_by_use.values())
 
-    def with_graphs(self, gradients: int) -> MemoryEstimate:
-        """Return the estimate with CUDA graphs, which leave the gradients (in bytes) in memory of their own."""
-        return MemoryEstimate(self.bytes_by_use | {"gradients of CUDA graphs": gradients})
-
     def __str__(self) -> str:
         uses = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.bytes_by_use.items() if size)
         return f"about {self.total / 1e9:.2f} GB per process ({uses})"
@@ -66,6 +62,7 @@ def estimate_memory(
     fused: bool = False,
     compiled: bool = False,
     fresh_gradients: bool = False,
+    graphs: bool = False,
 ) -> MemoryEstimate:
     """Return the memory of a process whose forward pass has `rows` rows of `tokens` tokens.
 
@@ -80,6 +77,7 @@ def estimate_memory(
         compiled: Whether the layers are compiled.
         fresh_gradients: Whether each backward pass allocates the gradients. They then use the memory of activations
             that have been freed.
+        graphs: Whether passes are CUDA graphs, which leave the gradients in memory of their own.
     """
     weight_bytes = 2 if recipe.precision == "bf16_pure" else 4
     shard = lambda size, shards: size // shards if shards else 0  # noqa: E731 - 0 shards: offloaded to the host
@@ -93,6 +91,8 @@ def estimate_memory(
         "copies of weights": 2 * sizes.trained * has_casts,  # autocast's, until the backward pass
         "rounded weights": shard(2 * sizes.trained, shares.weights) * rounds,
     }
+    if graphs:
+        uses["gradients of CUDA graphs"] = sizes.trained * weight_bytes
     if sizes.shape is None:
         return MemoryEstimate(uses)
     shape, batch = sizes.shape, rows * tokens

@@ -254,10 +254,9 @@ def _of_size(profile: Profile, target: Target, plan: Plan, shares: ShardCounts, 
             "fused": (compiled or _has_liger(target, compiled)) and mode != "selective",
             "compiled": compiled,
             "fresh_gradients": has_fresh_gradients(shares, plan),
+            "graphs": _has_graphs(target, shares, mode),
         }
         memory = estimate_memory(recipe, size, shares, rows=micro, tokens=tokens, mode=mode, **how)
-        if _has_graphs(target, shares, mode):
-            memory = memory.with_graphs((2 if recipe.precision == "bf16_pure" else 4) * size.trained)
         fits = None if target.usable is None else memory.total <= target.usable
         time = _time(target, shares, plan, mode, compiled)
         forecasts.append(

@@ -129,11 +129,9 @@ def accelerate_model(
     """
     compile_choice = partial(choose_compile, model, recipe, data.plan, data.rows)
     device_type = hardware.accelerator.device.type
-    of_profile, of_whole = (
-        bool(compile_choice("none", device_type=device_type, may_compile=may)[0].model.torch_compile)
-        for may in (hardware.may_compile(model), True)
-    )
-    choice = choose_recomputation(model, recipe, data, hardware, compiled=of_profile, whole_compiled=of_whole)
+    may_compile = hardware.may_compile(model)
+    whole = bool(compile_choice("none", device_type=device_type, may_compile=True)[0].model.torch_compile)
+    choice = choose_recomputation(model, recipe, data, hardware, compiled=whole and may_compile, whole_compiled=whole)
     if choice.is_replicated:
         hardware.replicate()
     recomputed, may_compile = choice.mode, hardware.may_compile(model)

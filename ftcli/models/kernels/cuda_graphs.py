@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftcli.config.graph_exclusions import COMPARED, graph_exclusion
-from ftcli.config.task_registry import task_class
+from ftcli.config.graph_exclusions import expects_graphs, graph_exclusion
 from ftcli.models.hub import attention_of
 from ftcli.models.kernels.capture_setting import HINT
 from ftcli.models.kernels.captured_pass import CapturedPass
@@ -51,20 +50,11 @@ def use_cuda_graphs(
     problem = problem or _problem_of_run(device, recomputed, is_whole=is_whole) or _problem_of_model(model)
     if problem is not None and requested:
         raise InputError(f"model.cuda_graphs: {problem}", hint=HINT)
-    if problem is not None or (not requested and not _is_compared(model, recipe)):
+    if problem is not None or not expects_graphs(recipe, getattr(model.config, "model_type", None)):
         return []
     longest = recipe.data.max_length if getattr(model, "main_input_name", None) == "input_ids" else None
     model.forward = CapturedPass(model, is_optional=not requested, first=first, longest=longest)
     return ["CUDA graphs: forward and backward passes, one graph of each for a shape of micro-batches"]
-
-
-def _is_compared(model: nn.Module, recipe: Recipe) -> bool:
-    """Return whether replayed passes of this task and type of model have been compared with others.
-
-    A task of the user may do more with a forward pass than a graph allows, such as use its hooks.
-    """
-    is_known = getattr(task_class(recipe.task), "has_fixed_forward", False)
-    return is_known and getattr(getattr(model, "config", None), "model_type", None) in COMPARED
 
 
 def _problem_of_run(device: str, recomputed: str, *, is_whole: bool) -> str | None:

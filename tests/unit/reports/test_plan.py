@@ -212,25 +212,24 @@ def test_plan_of_a_hub_name_reads_the_cached_configuration(
     assert one.parts["weights"] == 4 * WEIGHTS
 
 
-def test_plan_of_an_image_model_counts_patches(recipe: Path, tmp_path: Path) -> None:
-    sizes = {"model_type": "vit", "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
-    sizes |= {"intermediate_size": 3072, "image_size": 224, "patch_size": 16}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+def train_a_vit(recipe: Path, model: Path, **sizes: int) -> None:
+    """Make a recipe train an image classifier of 12 layers with these sizes."""
+    fixed = {"model_type": "vit", "num_hidden_layers": 12, "image_size": 224, "patch_size": 16}
+    (model / "config.json").write_text(json.dumps(fixed | sizes))
     values = yaml.safe_load(recipe.read_text())
     values |= {"task": "image_classification", "data": {"train": "images"}}
     recipe.write_text(yaml.safe_dump(values))
+
+
+def test_plan_of_an_image_model_counts_patches(recipe: Path, tmp_path: Path) -> None:
+    train_a_vit(recipe, tmp_path / "model", hidden_size=768, num_attention_heads=12, intermediate_size=3072)
     (one,) = (report := planned(recipe, "single")).forecasts
     assert report.target.longest == 197 and one.tokens == 16 * 197 and one.time is not None and one.time.data == 0
     assert "decoding of images is not counted" in report.notes
 
 
 def test_plan_of_a_model_with_cuda_graphs_counts_their_gradients_and_no_launches(recipe: Path, tmp_path: Path) -> None:
-    sizes = {"model_type": "vit", "num_hidden_layers": 12, "hidden_size": 192, "num_attention_heads": 3}
-    sizes |= {"intermediate_size": 768, "image_size": 224, "patch_size": 16}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
-    values = yaml.safe_load(recipe.read_text())
-    values |= {"task": "image_classification", "data": {"train": "images"}}
-    recipe.write_text(yaml.safe_dump(values))
+    train_a_vit(recipe, tmp_path / "model", hidden_size=192, num_attention_heads=3, intermediate_size=768)
     (plain,) = planned(recipe, "single", overrides=["model.cuda_graphs=false"]).forecasts
     (graphs,) = (report := planned(recipe, "single")).forecasts
     assert report.target.size is not None and plain.memory is not None and graphs.memory is not None

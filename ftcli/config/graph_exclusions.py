@@ -42,7 +42,7 @@ def graph_exclusion(recipe: Recipe) -> str | None:
         "precision: fp8": recipe.precision == "fp8",
         f"adapter.type: {recipe.adapter.type}": recipe.adapter.type != "none",
         "model.torch_compile: true": bool(model.torch_compile),
-        "model.activation_offloading: true": model.activation_offloading,
+        "model.activation_offloading: true": model.activation_offloading is True,
         f"model.gradient_checkpointing: {model.gradient_checkpointing}": model.gradient_checkpointing
         not in ("auto", "none"),
         "model.batch_norm: sync": model.batch_norm == "sync",

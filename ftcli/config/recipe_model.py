@@ -107,16 +107,17 @@ class Model(Section):
         "the same, with MLPs in tiles of tokens. auto: the first of these that fits the device by an estimate; the log "
         f"and `ftcli check` state the choice and the reason. true and false mean full and none. {MACHINE_HINT}",
     )
-    activation_offloading: bool = Field(
-        False,
+    activation_offloading: Literal["auto"] | bool = Field(
+        "auto",
         description="Store activations in pinned host memory until the backward pass. With gradient_checkpointing full "
-        f"or tiled (the results of auto in this case) only the inputs of layers are stored. {MACHINE_HINT}",
+        "or tiled (the results of auto with true here) only the inputs of layers are stored. auto: with full or tiled, "
+        f"if the inputs do not fit the device and fit the host. {MACHINE_HINT}",
     )
-    embeddings_on_host: bool = Field(
-        False,
+    embeddings_on_host: Literal["auto"] | bool = Field(
+        "auto",
         description="Keep frozen input embeddings under an adapter in host memory, and copy the rows of each "
         "micro-batch to the GPU: about 1 GB less for an 8B model. For models whose head has a table of its own, with "
-        f"the profiles single and ddp. {MACHINE_HINT}",
+        f"the profiles single and ddp. auto: if more would be recomputed otherwise. {MACHINE_HINT}",
     )
     shard_frozen: Literal["auto"] | bool = Field(
         "auto",

@@ -161,6 +161,6 @@ def _write(run: Run, profiler: Any, folder: RunFolder, plain: list[float], recor
         "plain_step_seconds": plain[1:],
         "peak_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None,
         "compiled": run.compiled,
-        "recomputed": run.recomputed,
+        "recomputed": run.memory_saving.mode,
     }
     folder.write_json(facts_name(rank), facts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftcli.config.profile import ShardCounts
-from ftcli.models.memory_estimate import USABLE_FRACTION, estimate_modes, modes_to_try
+from ftcli.models.memory_estimate import USABLE_FRACTION
+from ftcli.models.memory_saving import estimate_saving, savings_to_try
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -54,9 +55,9 @@ def choose_frozen(
         return shares, None
     whole, reason = ShardCounts(), "as set"
     if requested == "auto":
-        modes, _ = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused, can_tile=False)
+        fastest = savings_to_try(recipe, sizes, whole, can_recompute=can_recompute, compiled=fused)[0][0]
         batch = rows * sizes.tokens_of_row(tokens) if largest is None else largest
-        needed = estimate_modes(recipe, sizes, whole, tokens=batch, fused=fused, compiled=compiled)[modes[0]].total
+        needed = estimate_saving(recipe, sizes, whole, fastest, tokens=batch, fused=fused, compiled=compiled).total
         if capacity is None:
             requested, reason = True, "auto: no device"
         elif has_rare_parts:

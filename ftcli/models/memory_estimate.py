@@ -1,4 +1,4 @@
-"""Estimate the device memory of one process, and choose what `gradient_checkpointing: auto` recomputes.
+"""Estimate the memory of one process, on its device and on the host.
 
 The estimate needs the model's configuration and sizes only, so `ftcli check` prints it before a launch. Measured peaks
 on GPUs may differ by a fifth; `batch.micro_size: auto` measures instead. The module never imports torch.
@@ -6,7 +6,6 @@ on GPUs may differ by a fifth; `batch.micro_size: auto` measures instead. The mo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +36,11 @@ class MemoryEstimate:
 
     Attributes:
         bytes_by_use: Bytes of weights, gradients, activations and so on, by name.
+        host_bytes: Bytes of activations and embeddings that are in host memory instead.
     """
 
     bytes_by_use: dict[str, int]
+    host_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -67,7 +68,7 @@ def estimate_memory(
     """Return the memory of a process whose forward pass has `rows` rows of `tokens` tokens.
 
     Args:
-        recipe: The recipe of the run.
+        recipe: The recipe of the run. What it leaves to `auto` is not in host memory.
         sizes: The size of the model.
         shares: Over how many processes the profile shards weights, gradients and optimizer state.
         rows: Rows of a micro-batch.
@@ -84,8 +85,9 @@ def estimate_memory(
     has_casts = COMPUTE_BYTES[recipe.precision] < weight_bytes and not _keeps_no_casts(recipe, sizes.shape, shares)
     rounds = _keeps_rounded_shards(recipe, sizes.shape, shares)
     state_bytes = optimizer_bytes(recipe) + weight_bytes * shares.has_master_weights
+    on_host = sizes.table_bytes if recipe.model.embeddings_on_host is True else 0
     uses = {
-        "weights": shard(sizes.trained * weight_bytes + sizes.frozen_bytes, shares.weights),
+        "weights": shard(sizes.trained * weight_bytes + max(0, sizes.frozen_bytes - on_host), shares.weights),
         "gradients": shard(sizes.trained * weight_bytes, shares.gradients),
         "optimizer": shard(sizes.trained * state_bytes, shares.optimizer),
         "copies of weights": 2 * sizes.trained * has_casts,  # autocast's, until the backward pass
@@ -94,7 +96,7 @@ def estimate_memory(
     if graphs:
         uses["gradients of CUDA graphs"] = sizes.trained * weight_bytes
     if sizes.shape is None:
-        return MemoryEstimate(uses)
+        return MemoryEstimate(uses, on_host)
     shape, batch = sizes.shape, rows * tokens
     if shares.weights != 1:  # weights and gradients of the current layer are whole, and the weights of the next one
         layer = shape.hidden * (2 * shape.attention + 2 * shape.keys + 3 * shape.inner)
@@ -111,9 +113,9 @@ def estimate_memory(
     else:
         computing = batch * current
     layer = shape.activation_bytes(recipe.precision, mode, compiled=compiled, **how)
-    on_device = min(OFFLOADED_ON_DEVICE, shape.layers) if recipe.model.activation_offloading else shape.layers
-    stored = on_device * layer
-    uses["activations"] = batch * stored + computing
+    on_device = min(OFFLOADED_ON_DEVICE, shape.layers) if recipe.model.activation_offloading is True else shape.layers
+    uses["activations"] = batch * on_device * layer + computing
+    on_host += batch * layer * (shape.layers - on_device)
     if fresh_gradients:
         uses["gradients"] = max(0, uses["gradients"] - uses["activations"])
     if uses_vocabulary_logits(recipe):
@@ -132,7 +134,7 @@ def estimate_memory(
         gradients = sizes.trained * weight_bytes - uses["gradients"]
         freed = uses["activations"] + uses.get("logits", 0)
         uses["arriving gradients"] = max(0, arriving + gradients - freed)
-    return MemoryEstimate(uses)
+    return MemoryEstimate(uses, on_host)
 
 
 def tiles_mlps(recipe: Recipe, shape: Shape | None, shares: ShardCounts) -> bool:
@@ -207,140 +209,3 @@ def optimizer_bytes(recipe: Recipe) -> int:
     if recipe.optimizer.name == "sgd":
         return 4 if recipe.optimizer.momentum else 0
     return 8  # two moments in float32; under bf16_pure one in bfloat16, and the low bits of the weight
-
-
-def choose_mode(
-    recipe: Recipe,
-    sizes: ModelSize,
-    shares: ShardCounts,
-    plan: Plan,
-    *,
-    tokens: int,
-    capacity: int | None,
-    largest: int | None = None,
-    can_recompute: bool = True,
-    fused: bool = False,
-    compiled: bool = False,
-) -> tuple[str, str]:
-    """Choose what the backward pass recomputes: the recipe's mode, or for auto the fastest mode that fits.
-
-    With `batch.micro_size: auto` the mode is chosen for one row, because rows are added later as long as they fit.
-
-    Args:
-        recipe: The recipe of the run.
-        sizes: The size of the model.
-        shares: Over how many processes the profile shards weights, gradients and optimizer state.
-        plan: The plan of the run.
-        tokens: Tokens of the longest row.
-        capacity: Memory of the smallest device in bytes; None without a device.
-        largest: Tokens of the largest micro-batch that the run will compute, with padding. None: not known, so every
-            row of a micro-batch may be the longest.
-        can_recompute: Whether the model's layers support recomputation.
-        fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
-        compiled: Whether the layers are compiled in the modes none and full.
-
-    Returns:
-        One of `MODES`, and a line for the log with the estimate and the reason.
-    """
-    tokens = sizes.tokens_of_row(tokens)
-    rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
-    # The search for a micro size accumulates gradients.
-    fresh_gradients = has_fresh_gradients(shares, plan) and recipe.batch.micro_size != "auto"
-    estimates = estimate_modes(
-        recipe,
-        sizes,
-        shares,
-        tokens=rows * tokens if largest is None else largest,
-        fused=fused,
-        compiled=compiled,
-        fresh_gradients=fresh_gradients,
-    )
-    can_tile = tiles_mlps(recipe, sizes.shape, shares)
-    modes, reason = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused, can_tile=can_tile)
-    limit = math.inf if capacity is None else USABLE_FRACTION * capacity
-    mode = modes[0]
-    if len(modes) > 1:
-        least = min(modes, key=lambda mode: estimates[mode].total)  # the first of equal ones, which is faster
-        mode = next((mode for mode in modes if estimates[mode].total <= limit), least)
-        if mode != modes[0] or not reason:
-            reason = "auto: no device" if capacity is None else f"auto: {_reason(mode, modes, estimates, limit)}"
-    batch = f"{rows} row{'s' * (rows > 1)} of {tokens} tokens"
-    if largest is not None:
-        batch = f"the largest micro-batch has {largest} tokens"
-    return mode, describe_estimate(estimates[mode], capacity, batch if sizes.shape else None, mode, reason)
-
-
-def estimate_modes(
-    recipe: Recipe,
-    sizes: ModelSize,
-    shares: ShardCounts,
-    *,
-    tokens: int,
-    fused: bool,
-    compiled: bool,
-    fresh_gradients: bool = False,
-) -> dict[str, MemoryEstimate]:
-    """Return the memory of a process for a forward pass of `tokens` tokens, by recomputation mode.
-
-    Args:
-        recipe: The recipe of the run.
-        sizes: The size of the model.
-        shares: Over how many processes the profile shards weights, gradients and optimizer state.
-        tokens: Tokens of the forward pass, with padding.
-        fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
-        compiled: Whether the layers are compiled in the modes none and full.
-        fresh_gradients: As in `estimate_memory`.
-    """
-    how: dict[str, Any] = {"rows": 1, "tokens": tokens, "fresh_gradients": fresh_gradients}
-    estimates = {}
-    for mode in MODES:
-        kernels = {"fused": fused and mode != "selective", "compiled": compiled and mode != "selective"}
-        estimates[mode] = estimate_memory(recipe, sizes, shares, mode=mode, **kernels, **how)
-    return estimates
-
-
-def describe_estimate(estimate: MemoryEstimate, capacity: int | None, batch: str | None, mode: str, reason: str) -> str:
-    """Return a line for the log with an estimate, and what is recomputed for which reason.
-
-    Args:
-        estimate: The estimate.
-        capacity: Memory of the smallest device in bytes; None without a device.
-        batch: What the largest forward pass has; None if activations are not known.
-        mode: What the backward pass recomputes.
-        reason: Why, in a few words.
-    """
-    of_capacity = "" if capacity is None else f" of {capacity / 1e9:.2f}"
-    text = str(estimate).replace(" per process", f"{of_capacity} per process", 1)
-    return f"memory {text}, {batch or 'activations not known'}; gradient_checkpointing {mode} ({reason})"
-
-
-def modes_to_try(recipe: Recipe, *, can_recompute: bool, compiled: bool, can_tile: bool) -> tuple[list[str], str]:
-    """Return what the backward pass may recompute, the fastest first, and the reason for the first if there is one.
-
-    Args:
-        recipe: The recipe of the run.
-        can_recompute: Whether the model's layers support recomputation.
-        compiled: Whether its layers can be compiled.
-        can_tile: Whether their MLPs can be computed in tiles.
-    """
-    requested: str = recipe.model.gradient_checkpointing
-    if requested != "auto":
-        return [requested], "as set"
-    if recipe.model.activation_offloading and can_recompute:
-        return ["full", "tiled"][: 1 + can_tile], "auto: only the inputs of layers are offloaded to the host"
-    if not can_recompute:
-        return ["none"], "auto: the layers of this model do not support recomputation"
-    # A layer is compiled or selectively recomputed, not both. torch_compile in the recipe takes precedence.
-    must_compile = compiled and recipe.model.torch_compile
-    left_out = ["selective"] * bool(must_compile) + ["tiled"] * (not can_tile)
-    return [mode for mode in MODES if mode not in left_out], ""
-
-
-def _reason(mode: str, modes: list[str], estimates: dict[str, MemoryEstimate], limit: float) -> str:
-    """Return why a mode is chosen, in a few words."""
-    if estimates[mode].total > limit:
-        return "the mode with the least memory, which may not fit either"
-    if mode == modes[0]:
-        return "it fits"
-    faster = modes[modes.index(mode) - 1]
-    return f"{faster} needs {estimates[faster].total / 1e9:.2f} GB"

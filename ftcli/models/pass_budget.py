@@ -1,4 +1,4 @@
-"""Choose how many tokens a forward pass may have under `batch.micro_size: auto`, and what is then recomputed.
+"""Choose how many tokens a forward pass may have under `batch.micro_size: auto`, and how memory is then saved.
 
 The budget follows from the memory estimate, so it is the same on every rank and after a resume. The module never
 imports torch.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftcli.models.memory_estimate import USABLE_FRACTION, describe_estimate, estimate_modes, modes_to_try, tiles_mlps
+from ftcli.models.memory_estimate import USABLE_FRACTION
+from ftcli.models.memory_saving import MemorySaving, describe_estimate, estimate_saving, is_on_host, savings_to_try
 
 if TYPE_CHECKING:
     from ftcli.config.profile import ShardCounts
@@ -35,12 +36,12 @@ class PassBudget:
 
     Attributes:
         tokens: The most tokens, with padding.
-        mode: What the backward pass recomputes.
+        saving: How memory is saved.
         reason: Why, in a few words.
     """
 
     tokens: int
-    mode: str
+    saving: MemorySaving
     reason: str
 
 
@@ -76,13 +77,15 @@ def choose_budget(
     longest: int,
     of_step: int,
     capacity: int | None,
+    host: int | None = None,
+    may_move_table: bool = False,
     can_recompute: bool = True,
     fused: bool = False,
     compiled: bool = False,
 ) -> PassBudget:
-    """Choose the tokens of a forward pass and the recomputation mode.
+    """Choose the tokens of a forward pass and how memory is saved.
 
-    The fastest mode is taken that has room for the longest row and for passes that keep a GPU busy. Recomputation costs
+    The fastest way is taken that has room for the longest row and for passes that keep a GPU busy. Recomputation costs
     more time than a second pass, as long as each pass has enough tokens.
 
     Args:
@@ -92,39 +95,43 @@ def choose_budget(
         longest: Tokens of the longest row.
         of_step: Tokens of one process in the largest step, with padding.
         capacity: Memory of the smallest device in bytes; None without a device.
+        host: Bytes of host memory that a process may use; None if they are not known.
+        may_move_table: Whether the profile lets frozen embeddings be in host memory.
         can_recompute: Whether the model's layers support recomputation.
         fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
         compiled: Whether the layers are compiled in the modes none and full.
     """
-    can_tile = tiles_mlps(recipe, sizes.shape, shares)
-    modes, reason = modes_to_try(recipe, can_recompute=can_recompute, compiled=fused, can_tile=can_tile)
+    savings, reason = savings_to_try(
+        recipe, sizes, shares, can_recompute=can_recompute, compiled=fused, may_move_table=may_move_table
+    )
     if capacity is None:
-        return PassBudget(max(longest, CPU_TOKENS), modes[0], reason or "auto: no device")
+        return PassBudget(max(longest, CPU_TOKENS), savings[0], reason or "auto: no device")
     how: dict[str, Any] = {"fused": fused, "compiled": compiled}
 
-    def fitting(mode: str, fraction: float) -> int:
+    def fitting(saving: MemorySaving, fraction: float) -> int:
         """Return the most tokens, up to those of a step, whose estimate is at most a fraction of the memory."""
         low, high = 0, max(longest, of_step) + 1
         while high - low > 1:
             tokens = (low + high) // 2
-            total = estimate_modes(recipe, sizes, shares, tokens=tokens, **how)[mode].total
-            low, high = (tokens, high) if total <= fraction * capacity else (low, tokens)
+            estimate = estimate_saving(recipe, sizes, shares, saving, tokens=tokens, **how)
+            fits = estimate.total <= fraction * capacity and (len(savings) == 1 or is_on_host(estimate, host))
+            low, high = (tokens, high) if fits else (low, tokens)
         return low
 
     enough = enough_tokens(sizes.shape)
     needed = max(longest, min(of_step, enough))
-    mode = next((mode for mode in modes if fitting(mode, USABLE_FRACTION) >= needed), None)
-    mode = mode or max(modes, key=lambda mode: fitting(mode, USABLE_FRACTION))  # the first of equal ones
-    usable, cautious = fitting(mode, USABLE_FRACTION), fitting(mode, CAUTIOUS_FRACTION)
-    if len(modes) > 1:
-        total = estimate_modes(recipe, sizes, shares, tokens=needed, **how)
+    saving = next((one for one in savings if fitting(one, USABLE_FRACTION) >= needed), None)
+    saving = saving or max(savings, key=lambda one: fitting(one, USABLE_FRACTION))  # the first of equal ones
+    usable, cautious = fitting(saving, USABLE_FRACTION), fitting(saving, CAUTIOUS_FRACTION)
+    if len(savings) > 1:
         reason = reason or "auto: it fits"
-        if mode != modes[0]:
-            faster = modes[modes.index(mode) - 1]
-            reason = f"auto: {faster} needs {total[faster].total / 1e9:.2f} GB for {needed} tokens"
+        if saving != savings[0]:
+            faster = savings[savings.index(saving) - 1]
+            total = estimate_saving(recipe, sizes, shares, faster, tokens=needed, **how).total
+            reason = f"auto: {faster} needs {total / 1e9:.2f} GB for {needed} tokens"
         if usable < longest:
-            reason = "auto: the mode with the least memory, which may not fit either"
-    return PassBudget(max(longest, cautious, min(usable, max(FULL_TOKENS, enough))), mode, reason)
+            reason = "auto: the way with the least memory, which may not fit either"
+    return PassBudget(max(longest, cautious, min(usable, max(FULL_TOKENS, enough))), saving, reason)
 
 
 def describe_passes(
@@ -138,7 +145,7 @@ def describe_passes(
     fused: bool = False,
     compiled: bool = False,
 ) -> str:
-    """Return a line for the log with the memory of the largest pass, and what is recomputed for which reason.
+    """Return a line for the log with the memory of the largest pass, and how memory is saved for which reason.
 
     Args:
         recipe: The recipe of the run.
@@ -150,6 +157,7 @@ def describe_passes(
         fused: As in `choose_budget`.
         compiled: As in `choose_budget`.
     """
-    estimates = estimate_modes(recipe, sizes, shares, tokens=tokens, fused=fused, compiled=compiled)
+    how: dict[str, Any] = {"tokens": tokens, "fused": fused, "compiled": compiled}
+    estimate = estimate_saving(recipe, sizes, shares, budget.saving, **how)
     batch = f"at most {tokens} tokens in a forward pass" if sizes.shape else None
-    return describe_estimate(estimates[budget.mode], capacity, batch, budget.mode, budget.reason)
+    return describe_estimate(estimate, capacity, batch, budget.saving, budget.reason)

@@ -261,11 +261,13 @@ class ModelSize:
         trained: Number of trained elements.
         frozen_bytes: Bytes of frozen weights.
         shape: The sizes of its layers; None if the model is not a known transformer.
+        table_bytes: Those of the frozen weights that are input embeddings and can be in host memory.
     """
 
     trained: int
     frozen_bytes: int
     shape: Shape | None
+    table_bytes: int = 0
 
     def tokens_of_row(self, tokens: int) -> int:
         """Return the tokens of the longest row: `tokens`, or the patches of a model for images.
@@ -326,9 +328,17 @@ def _divide(recipe: Recipe, total: int, inside: int, adapter: int, shape: Shape 
     if recipe.adapter.type == "none":
         return ModelSize(total, 0, shape)
     wide = recipe.model.dtype == "float32" or (recipe.model.dtype == "auto" and recipe.precision == "fp32")
-    frozen = total * (4 if wide else 2)
-    if recipe.model.embeddings_on_host and shape is not None and not shape.ties_head:
-        frozen = max(0, frozen - shape.table * (4 if wide else 2))
+    size = 4 if wide else 2
+    frozen, table = total * size, 0
+    if shape is not None and not shape.ties_head and not _trains_embeddings(recipe):
+        table = min(frozen, shape.table * size)
     if recipe.model.quantization is not None:  # 4 bits, and a scale per 64 weights
-        frozen -= int(inside * ((4 if wide else 2) - 0.52))
-    return ModelSize(adapter, frozen, shape)
+        frozen -= int(inside * (size - 0.52))
+    return ModelSize(adapter, frozen, shape, table)
+
+
+def _trains_embeddings(recipe: Recipe) -> bool:
+    """Return whether a recipe's adapter has parts at the embeddings, by the names in the recipe."""
+    targets = recipe.adapter.target_modules
+    names = [*recipe.adapter.modules_to_save, *([targets] if isinstance(targets, str) else targets)]
+    return bool(recipe.model.new_tokens) or any("emb" in name or "wte" in name for name in names)

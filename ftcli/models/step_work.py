@@ -206,7 +206,7 @@ def _offloaded_bytes(recipe: Recipe, size: ModelSize, shape: Shape, shares: Shar
 
 def _offloaded_activations(recipe: Recipe, shape: Shape, kernels: Kernels, tokens: float) -> float:
     """Return the bytes of activations that go to the host and back in a step."""
-    if not recipe.model.activation_offloading:
+    if recipe.model.activation_offloading is not True:
         return 0.0
     adapter = has_frozen_16_bit_weights(recipe)
     bytes_per_token = shape.activation_bytes(recipe.precision, kernels.mode, compiled=kernels.compiled, adapter=adapter)

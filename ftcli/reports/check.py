@@ -289,7 +289,7 @@ def _expect_passes(
     from ftcli.data.cached_counts import cached_lengths
     from ftcli.data.paths import model_folder
     from ftcli.models.frozen_sharding import choose_frozen
-    from ftcli.models.memory_estimate import choose_mode
+    from ftcli.models.memory_saving import choose_saving, host_memory_of
     from ftcli.models.pass_budget import describe_passes
     from ftcli.models.shape import measure_model
     from ftcli.runtime.devices import gpu_memory
@@ -298,6 +298,7 @@ def _expect_passes(
     if folder is None:
         return plan, {}, []
     shares = ShardCounts() if profile is None else profile.shard_counts(plan.processes)
+    hosted: dict[str, Any] = {"host": host_memory_of(plan.processes), "may_move_table": shares == ShardCounts()}
     tokens, capacity = _most_tokens(recipe), None if cpu else gpu_memory()
     compiled = bool(recipe.model.torch_compile)  # if the recipe leaves it open, the run decides
     sizes, how = measure_model(folder, recipe), {"fused": compiled, "compiled": compiled}
@@ -312,12 +313,13 @@ def _expect_passes(
     if lengths and not recipe.data.packing:
         from ftcli.training.short_rows import expect_passes
 
-        expected = expect_passes(recipe, sizes, shares, plan, lengths, capacity, **how)
+        expected = expect_passes(recipe, sizes, shares, plan, lengths, capacity, **hosted, **how)
         plan, largest, notes = expected.plan, expected.tokens, expected.notes
         if expected.budget is not None:
             line = describe_passes(recipe, sizes, shares, expected.budget, tokens=largest, capacity=capacity, **how)
             return plan, facts | {"memory": line.removeprefix("memory ")}, notes
-    _, line = choose_mode(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, largest=largest, **how)
+    of_rows: dict[str, Any] = {"tokens": tokens, "capacity": capacity, "largest": largest}
+    _, line = choose_saving(recipe, sizes, shares, plan, **of_rows, **hosted, **how)
     return plan, facts | {"memory": line.removeprefix("memory ")}, notes
 
 

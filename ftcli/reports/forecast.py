@@ -16,12 +16,9 @@ from ftcli.models.kernels.compile import LEAST_SAVED, seconds_saved
 from ftcli.models.memory_estimate import (
     USABLE_FRACTION,
     MemoryEstimate,
-    estimate_memory,
-    estimate_modes,
     has_fresh_gradients,
-    modes_to_try,
-    tiles_mlps,
 )
+from ftcli.models.memory_saving import MemorySaving, estimate_saving, savings_to_try
 from ftcli.models.pass_budget import FULL_TOKENS, enough_tokens
 from ftcli.models.step_time import StepTime, estimate_step
 from ftcli.models.step_work import Kernels, Rows
@@ -93,7 +90,7 @@ class Forecast:
         problem: Why the recipe cannot run on this profile; empty if it can.
         plan: Batch sizes and steps; None if there are none.
         memory: Peak of a GPU; None if the model's size is not known.
-        mode: What the backward pass recomputes.
+        saving: How memory is saved; None if that is not known.
         compiled: Whether layers are compiled.
         fits: Whether the memory is within the usable part of a GPU; None if either is not known.
         time: Time of a step; None if it is not known.
@@ -107,13 +104,18 @@ class Forecast:
     problem: str = ""
     plan: Plan | None = None
     memory: MemoryEstimate | None = None
-    mode: str = ""
+    saving: MemorySaving | None = None
     compiled: bool = False
     fits: bool | None = None
     time: StepTime | None = None
     tokens: float = 0.0
     faster: Forecast | None = None
     frozen: str | None = None
+
+    @property
+    def mode(self) -> str:
+        """What the backward pass recomputes; empty if that is not known."""
+        return "" if self.saving is None else self.saving.mode
 
     @property
     def parts(self) -> dict[str, int]:
@@ -175,9 +177,9 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     candidates = [_of_size(profile, target, plan, shares, micro) for micro in _micro_sizes(recipe, processes)]
     if recipe.batch.micro_size == "auto":  # the run chooses the mode for one row, and adds rows as long as they fit
         least = min(candidates[-1], key=lambda one: one.memory.total if one.memory else 0)
-        mode = next((one.mode for one in candidates[-1] if one.fits is not False), least.mode)
-        candidates = [[one for one in modes if one.mode == mode] for modes in candidates]
-    tried = [candidate for modes in candidates for candidate in modes]
+        saving = next((one.saving for one in candidates[-1] if one.fits is not False), least.saving)
+        candidates = [[one for one in ways if one.saving == saving] for ways in candidates]
+    tried = [candidate for ways in candidates for candidate in ways]
     chosen = next((one for one in tried if one.fits is not False), None)
     if chosen is None:
         chosen = min(tried, key=lambda one: one.memory.total if one.memory else 0)
@@ -195,11 +197,13 @@ def _by_tokens(profile: Profile, target: Target, plan: Plan, shares: ShardCounts
     assert size is not None
     compiled = _compiles(shares, target, plan, "none")
     how = {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
-    expected = expect_passes(recipe, size, shares, plan, list(target.typical), target.capacity, **how)
+    may_move = profile.shard_counts(plan.processes) == ShardCounts()
+    known = {"may_move_table": may_move, **how}
+    expected = expect_passes(recipe, size, shares, plan, list(target.typical), target.capacity, **known)
     passes, budget = expected.plan.passes, expected.budget
     assert passes is not None and budget is not None
-    memory = estimate_modes(recipe, size, shares, tokens=expected.tokens, **how)[budget.mode]
-    compiled = _compiles(shares, target, plan, budget.mode)
+    memory = estimate_saving(recipe, size, shares, budget.saving, tokens=expected.tokens, **how)
+    compiled = _compiles(shares, target, plan, budget.saving.mode)
     # The time is that of equal passes: at least as many as there are on average.
     rows = plan.global_size // plan.processes
     count = next(count for count in range(1, rows + 1) if rows % count == 0 and count >= min(passes.mean, rows))
@@ -209,16 +213,16 @@ def _by_tokens(profile: Profile, target: Target, plan: Plan, shares: ShardCounts
         plan.processes,
         plan=expected.plan,
         memory=memory,
-        mode=budget.mode,
+        saving=budget.saving,
         compiled=compiled,
         fits=None if target.usable is None else memory.total <= target.usable,
-        time=_time(target, shares, equal, budget.mode, compiled),
+        time=_time(target, shares, equal, budget.saving, compiled),
     )
 
 
-def _time(target: Target, shares: ShardCounts, plan: Plan, mode: str, compiled: bool) -> StepTime | None:
+def _time(target: Target, shares: ShardCounts, plan: Plan, saving: MemorySaving, compiled: bool) -> StepTime | None:
     """Return the time of a step; None if the rates of the GPU or the model's shape are not known."""
-    recipe, size, gpu = target.recipe, target.size, target.gpu
+    recipe, size, gpu, mode = saving.applied_to(target.recipe), target.size, target.gpu, saving.mode
     if gpu is None or size is None or size.shape is None or recipe.precision not in gpu.products:
         return None
     liger, flash = _has_liger(target, compiled), _has_flash_attention_4(target)
@@ -239,33 +243,33 @@ def _micro_sizes(recipe: Recipe, processes: int) -> list[int]:
 
 
 def _of_size(profile: Profile, target: Target, plan: Plan, shares: ShardCounts, micro: int) -> list[Forecast]:
-    """Return a forecast for each recomputation mode that the recipe allows, for one micro size."""
+    """Return a forecast for each way to save memory that the recipe allows, for one micro size."""
     recipe, size = target.recipe, target.size
     assert size is not None
     micro, accumulation = derive_batches(plan.global_size, micro, plan.processes)
     plan = replace(plan, micro_size=micro, accumulation=accumulation)
-    tokens = size.tokens_of_row(target.longest)
+    tokens = micro * size.tokens_of_row(target.longest)
     forecasts = []
     can_compile = _compiles(shares, target, plan, "none")
-    can_tile = tiles_mlps(recipe, size.shape, shares)
-    for mode in modes_to_try(recipe, can_recompute=True, compiled=can_compile, can_tile=can_tile)[0]:
-        compiled = _compiles(shares, target, plan, mode)
+    may_move = profile.shard_counts(plan.processes) == ShardCounts()
+    for saving in savings_to_try(recipe, size, shares, compiled=can_compile, may_move_table=may_move)[0]:
+        compiled = _compiles(shares, target, plan, saving.mode)
         how = {
-            "fused": (compiled or _has_liger(target, compiled)) and mode != "selective",
+            "fused": compiled or _has_liger(target, compiled),
             "compiled": compiled,
             "fresh_gradients": has_fresh_gradients(shares, plan),
-            "graphs": _has_graphs(target, shares, mode),
+            "graphs": _has_graphs(target, shares, saving.mode),
         }
-        memory = estimate_memory(recipe, size, shares, rows=micro, tokens=tokens, mode=mode, **how)
+        memory = estimate_saving(recipe, size, shares, saving, tokens=tokens, **how)
         fits = None if target.usable is None else memory.total <= target.usable
-        time = _time(target, shares, plan, mode, compiled)
+        time = _time(target, shares, plan, saving, compiled)
         forecasts.append(
             Forecast(
                 profile.name,
                 plan.processes,
                 plan=plan,
                 memory=memory,
-                mode=mode,
+                saving=saving,
                 compiled=compiled,
                 fits=fits,
                 time=time,
@@ -280,10 +284,12 @@ def _compiles(shares: ShardCounts, target: Target, plan: Plan, mode: str) -> boo
     has_hooks = shares.is_stage_3 and (recipe.adapter.type != "none" or (shape is not None and shape.has_experts))
     if shape is None or has_hooks or mode == "selective":
         return False
+    if recipe.model.quantization is not None and shares != ShardCounts() and recipe.model.torch_compile is None:
+        return False
     if recipe.model.torch_compile is not None:
         return bool(recipe.model.torch_compile)
-    saves_memory = recipe.model.quantization is not None or recipe.model.activation_offloading
-    if not architecture_of(target.model_type).compiles_layers or recipe.precision == "fp32" or saves_memory:
+    offloads_all = recipe.model.activation_offloading is True and recipe.model.gradient_checkpointing == "none"
+    if not architecture_of(target.model_type).compiles_layers or recipe.precision == "fp32" or offloads_all:
         return False
     if plan.steps is None:
         return True

@@ -104,7 +104,7 @@ def _run_table(report: PlanReport, forecasts: Sequence[Forecast]) -> list[str]:
     for one in forecasts:
         assert one.plan is not None
         speed, hours, cost = one.tokens_per_second, one.hours, one.cost(report.price)
-        row = [one.profile, str(one.gpus), _division(one.plan), one.mode]
+        row = [one.profile, str(one.gpus), _division(one.plan), str(one.saving)]
         row += ["-" if speed is None else f"{speed:,.0f}", "-" if one.plan.steps is None else f"{one.plan.steps:,}"]
         row += ["-" if hours is None else f"{hours:,.2f}" if hours >= 1 else f"{hours:.2g}"]
         rows.append(row + ["-" if cost is None else f"{cost:,.2f}"] * (report.price is not None))
@@ -174,10 +174,16 @@ def hints(report: PlanReport) -> list[str]:
     for one in report.forecasts:
         if (other := one.faster) is not None and one.time and other.time and one.plan and other.plan:
             gain = 100 * (one.time.total / other.time.total - 1)
-            recomputed = RECOMPUTED[other.mode]
-            key = f"batch.micro_size={other.plan.micro_size} is {gain:.0f} % faster, because {recomputed} is recomputed"
+            key = f"batch.micro_size={other.plan.micro_size} is {gain:.0f} % faster, because {_why_faster(one, other)}"
             profiles_by_gain.setdefault(key, []).append(one.profile)
     return [f"{', '.join(names)}: {key}" for key, names in profiles_by_gain.items()]
+
+
+def _why_faster(one: Forecast, other: Forecast) -> str:
+    """Return what another micro size spares, in words."""
+    if one.mode != other.mode:
+        return f"{RECOMPUTED[other.mode]} is recomputed"
+    return "less is copied between host and GPU"
 
 
 def _slower(ratio: float) -> str:
@@ -238,6 +244,8 @@ def _profile(one: Forecast, report: PlanReport) -> dict[str, Any]:
         "accumulation": None if plan is None or memory is None else plan.accumulation,
         "passes": None if plan is None or plan.passes is None else asdict(plan.passes),
         "gradient_checkpointing": one.mode or None,
+        "activation_offloading": one.saving and one.saving.offloads,
+        "embeddings_on_host": one.saving and one.saving.embeddings_on_host,
         "torch_compile": None if memory is None else one.compiled,
         "memory_bytes": None if memory is None else parts | {"total": memory.total},
         "step_seconds": seconds,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.config.profile import profile_of_process
+from ftcli.config.profile import ShardCounts, profile_of_process
 from ftcli.data.packing import lengths_of, row_capacity
 from ftcli.hardware.batch_norm import trained_norms
 from ftcli.models.architectures import EXPERT_MODULES
@@ -24,15 +24,16 @@ from ftcli.models.kernels.channels_last import use_channels_last
 from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.cuda_graphs import use_cuda_graphs
 from ftcli.models.kernels.float8 import multiply_in_float8
-from ftcli.models.kernels.host_embeddings import bytes_on_host, keep_embeddings_on_host
+from ftcli.models.kernels.host_embeddings import keep_embeddings_on_host, movable_bytes
 from ftcli.models.kernels.liger import liger_problem, use_liger
 from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
 from ftcli.models.kernels.tiled_mlp import tile_mlps
-from ftcli.models.memory_estimate import choose_mode
+from ftcli.models.memory_saving import MemorySaving, choose_saving, host_memory_of
 from ftcli.models.pass_budget import choose_budget, describe_passes, pass_costs
 from ftcli.models.shape import ModelSize, Shape
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.process import local_world_size
 from ftcli.training.batches.passes import PassRule
 from ftcli.training.compilation import choose_compile
 from ftcli.training.gradient_watch import rare_module_names
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftcli.config.plan import PassCounts
-    from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
     from ftcli.data.cache import PreparedRows
     from ftcli.hardware.interface import Hardware
@@ -56,7 +56,7 @@ class Recomputation:
     """What the backward pass computes again, and the passes that this has room for.
 
     Attributes:
-        mode: none, selective, full or tiled.
+        saving: How memory is saved.
         memory_line: The line for the log that gives the memory estimate.
         passes: How rows are divided into forward passes by tokens; None: by number.
         counts: The number of passes; None without `passes`.
@@ -65,7 +65,7 @@ class Recomputation:
         is_replicated: Whether each device has the whole model although the profile shards it.
     """
 
-    mode: str
+    saving: MemorySaving
     memory_line: str
     passes: PassRule | None = None
     counts: PassCounts | None = None
@@ -122,21 +122,23 @@ def accelerate_model(
         hardware: The hardware of the run.
 
     Returns:
-        The model, the recipe with `model.torch_compile` set to what is done, and what was done.
+        The model, the recipe with compilation and memory saving set to what is done, and what was done.
 
     Raises:
         InputError: The recipe asks for a kernel that this model or machine cannot use.
     """
-    compile_choice = partial(choose_compile, model, recipe, data.plan, data.rows)
     device_type = hardware.accelerator.device.type
+    compile_choice = partial(choose_compile, model, plan=data.plan, rows=data.rows, device_type=device_type)
     may_compile = hardware.may_compile(model)
-    whole = bool(compile_choice("none", device_type=device_type, may_compile=True)[0].model.torch_compile)
-    choice = choose_recomputation(model, recipe, data, hardware, compiled=whole and may_compile, whole_compiled=whole)
+    whole = bool(compile_choice(recipe, recomputed="none", may_compile=True)[0].model.torch_compile)
+    compiled = whole and may_compile and (recipe.model.quantization is None or hardware.backend.has_whole_weights)
+    choice = choose_recomputation(model, recipe, data, hardware, compiled=compiled, whole_compiled=whole)
     if choice.is_replicated:
         hardware.replicate()
-    recomputed, may_compile = choice.mode, hardware.may_compile(model)
-    is_open = recipe.model.torch_compile is None
-    recipe, not_compiled = compile_choice(recomputed, device_type=device_type, may_compile=may_compile)
+    recomputed, may_compile = choice.saving.mode, hardware.may_compile(model)
+    is_open, recipe = recipe.model.torch_compile is None, choice.saving.applied_to(recipe)
+    is_whole = hardware.backend.has_whole_weights
+    recipe, not_compiled = compile_choice(recipe, recomputed=recomputed, may_compile=may_compile, is_whole=is_whole)
     passes = choice.counts.most if choice.counts is not None else data.plan.accumulation
     kernel_lines = [*use_kernels(model, recipe, hardware, recomputed, passes, falls_back=is_open), *not_compiled]
     model = hardware.before_prepare(model, recipe)
@@ -201,10 +203,11 @@ def choose_recomputation(
     plan, rows, device_type = data.plan, data.rows, hardware.accelerator.device.type
     shares = profile_of_process(os.environ).shard_counts(plan.processes)
     sizes = _sizes(model, recipe)
-    capacities, trained, frozen = zip(
-        *hardware.ranks.collect((_gpu_memory(hardware), sizes.trained, sizes.frozen_bytes)), strict=True
-    )
-    sizes = ModelSize(max(trained), max(frozen), sizes.shape)  # ties and dtypes may not exist on every rank yet
+    host = host_memory_of(local_world_size())
+    own = (_gpu_memory(hardware), host, sizes.trained, sizes.frozen_bytes, sizes.table_bytes)
+    capacities, hosts, trained, frozen, tables = zip(*hardware.ranks.collect(own), strict=True)
+    # Ties and dtypes may not exist on every rank yet.
+    sizes = ModelSize(max(trained), max(frozen), sizes.shape, min(tables))
     kind = getattr(getattr(base_model_of(model), "config", None), "model_type", "unknown")
     has_liger = liger_problem(recipe, kind, on_gpu=device_type == "cuda") is None
     norms, capacity = any(trained_norms(model)), min((size for size in capacities if size is not None), default=None)
@@ -215,33 +218,33 @@ def choose_recomputation(
     of_profile = shares
     is_rare = _has_rare_parts(model, recipe, data.task)
     shares, frozen_line = _choose_frozen(recipe, data, sizes, shares, capacity, how_whole, has_rare_parts=is_rare)
-    how = how_sharded if shares == of_profile else how_whole
+    how: dict[str, Any] = how_sharded if shares == of_profile else how_whole
+    how |= {"host": min(hosts), "may_move_table": of_profile == ShardCounts()}
     if recipe.batch.micro_size == "auto" and data.sizes is not None:
         choice = _choose_passes(recipe, data, data.sizes, sizes, shares, capacity, device_type, how)
     else:
         is_flat = getattr(data.task, "is_flat", False)
         largest = largest_micro_batch(recipe, plan, rows, data.sizes, is_flat=is_flat, size=plan.micro_size)
         tokens = _longest_row(recipe, rows)
-        mode, line = choose_mode(recipe, sizes, shares, plan, tokens=tokens, capacity=capacity, largest=largest, **how)
-        choice = Recomputation(mode, line)
+        of_rows: dict[str, Any] = {"tokens": tokens, "capacity": capacity, "largest": largest}
+        choice = Recomputation(*choose_saving(recipe, sizes, shares, plan, **of_rows, **how))
         if data.sizes is not None:
             by_number = PassRule(data.sizes, plan.processes, 0, is_flat)
             choice = replace(choice, notes=tuple(note_of_run(recipe, plan, rows, by_number, sizes.shape, device_type)))
     choice = replace(choice, frozen_line=frozen_line, is_replicated=shares != of_profile)
     if norms:
         _check_batch_norm(recipe, choice)
-    enable_recomputation(model, choice.mode)
-    if recipe.model.activation_offloading:
+    enable_recomputation(model, choice.saving.mode)
+    if choice.saving.offloads:
         offload_activations(model)
-        choice = replace(choice, memory_line=f"{choice.memory_line}; activations are offloaded to the host")
     return choice
 
 
 def _check_batch_norm(recipe: Recipe, choice: Recomputation) -> None:
     """Check that nothing computes the statistics of trained batch norm twice, or over rows that are only padding."""
-    if choice.mode != "none":
+    if choice.saving.mode != "none":
         raise InputError(
-            f"model.gradient_checkpointing: {choice.mode} computes layers twice, and model.batch_norm: "
+            f"model.gradient_checkpointing: {choice.saving.mode} computes layers twice, and model.batch_norm: "
             f"{recipe.model.batch_norm} would update their statistics twice",
             hint="set gradient_checkpointing to none, or batch_norm to frozen",
         )
@@ -319,7 +322,7 @@ def _choose_passes(
     kernels = {"fused": how["fused"], "compiled": how["compiled"]}
     line = describe_passes(recipe, sizes, shares, budget, tokens=counts.tokens, capacity=capacity, **kernels)
     notes = note_of_run(recipe, plan, data.rows, rule, shape, device_type)
-    return Recomputation(budget.mode, line, rule, counts, tuple(notes))
+    return Recomputation(budget.saving, line, rule, counts, tuple(notes))
 
 
 def _sizes(model: nn.Module, recipe: Recipe) -> ModelSize:
@@ -328,7 +331,7 @@ def _sizes(model: nn.Module, recipe: Recipe) -> ModelSize:
     shape = Shape.of(config.to_dict()) if hasattr(config, "to_dict") else None
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
-    return ModelSize(trained, frozen - bytes_on_host(model, recipe), shape)
+    return ModelSize(trained, frozen, shape, movable_bytes(model, recipe))
 
 
 def _longest_row(recipe: Recipe, rows: PreparedRows) -> int:

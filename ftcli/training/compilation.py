@@ -31,6 +31,7 @@ def choose_compile(
     *,
     device_type: str,
     may_compile: bool,
+    is_whole: bool = True,
 ) -> tuple[Recipe, list[str]]:
     """Choose whether layers are compiled.
 
@@ -45,6 +46,7 @@ def choose_compile(
         recomputed: What the backward pass computes again: none, selective, full or tiled.
         device_type: Type of the device, such as "cuda".
         may_compile: Whether the backend allows layers to be compiled.
+        is_whole: Whether each process has all weights.
 
     Returns:
         The recipe with `model.torch_compile` decided, and on GPUs one line for the log if layers are not compiled.
@@ -55,9 +57,12 @@ def choose_compile(
     if requested is not None:
         return recipe, []
     on_gpu = device_type == "cuda"
-    problem = (
-        _reason_not_to_compile(model, recipe, plan, rows, recomputed, may_compile) if on_gpu else "there is no GPU"
-    )
+    if not on_gpu:
+        problem: str | None = "there is no GPU"
+    elif recipe.model.quantization is not None and not is_whole:
+        problem = "4-bit weights are in shards"
+    else:
+        problem = _reason_not_to_compile(model, recipe, plan, rows, recomputed, may_compile)
     lines = [f"torch_compile: none, {problem}"] if problem and on_gpu else []
     return _with_compile(recipe, compiled=problem is None), lines
 
@@ -79,7 +84,8 @@ def _reason_not_to_compile(
         return f"no gain is known for models of type {kind}"
     if recipe.precision == "fp32":
         return "fp32 is meant for exact results"
-    if recipe.model.quantization is not None or recipe.model.activation_offloading or recomputed == "selective":
+    offloads_all = recipe.model.activation_offloading is True and recipe.model.gradient_checkpointing == "none"
+    if offloads_all or recomputed == "selective":
         return "it cannot be combined with the memory saving of this run"
     if not may_compile:
         return HOOKS

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +25,7 @@ from ftcli.config.plan import AUTO_SIZE
 from ftcli.config.profile import profile_of_process
 from ftcli.data.packing import lengths_of
 from ftcli.data.paths import model_folder
+from ftcli.models.memory_saving import MemorySaving
 from ftcli.models.shape import Shape, measure_model
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import local_rank, world_size
@@ -133,13 +134,13 @@ def choose_micro_batch_size(
         ]
     key = _conditions_digest(recipe)
     if output is not None and (stored := _read_result(Path(output) / RESULT_FILE, key)) is not None:
-        size, mode = stored["micro_size"], stored["gradient_checkpointing"]
-        return with_micro_size(recipe, size, mode), [f"batch.micro_size auto: {size} rows, from {RESULT_FILE}"]
-    size, mode, line = find_micro_batch_size(recipe, DeviceMeter, trial)
+        size, saving = stored["micro_size"], MemorySaving(**stored["memory_saving"])
+        return with_micro_size(recipe, size, saving), [f"batch.micro_size auto: {size} rows, from {RESULT_FILE}"]
+    size, saving, line = find_micro_batch_size(recipe, DeviceMeter, trial)
     if output is not None and local_rank() == 0:  # on each machine, because machines may not share the folder
-        result = {"micro_size": size, "gradient_checkpointing": mode, "found": line, "for": key}
+        result = {"micro_size": size, "memory_saving": asdict(saving), "found": line, "for": key}
         RunFolder(output).write_json(RESULT_FILE, result | {"device_bytes": _device_bytes()})
-    return with_micro_size(recipe, size, mode), [line]
+    return with_micro_size(recipe, size, saving), [line]
 
 
 def _shape_of(recipe: Recipe) -> Shape | None:
@@ -155,7 +156,7 @@ def _read_result(path: Path, key: str) -> dict[str, Any] | None:
     is smaller than before, a single rank measures again, and several ranks raise `InputError`.
     """
     stored = read_object(path) or {}
-    if stored.get("for") != key:
+    if stored.get("for") != key or "memory_saving" not in stored:  # of an earlier version
         return None
     if _device_bytes() >= 0.98 * stored["device_bytes"]:
         return stored
@@ -175,10 +176,12 @@ def _device_bytes() -> int:
     return int(torch.cuda.get_device_properties(index).total_memory)
 
 
-def find_micro_batch_size(recipe: Recipe, meter_of: Callable[[], Meter], trial: Prepare) -> tuple[int, str, str]:
+def find_micro_batch_size(
+    recipe: Recipe, meter_of: Callable[[], Meter], trial: Prepare
+) -> tuple[int, MemorySaving, str]:
     """Measure micro-batch sizes with a run that is then discarded. A collective.
 
-    If `gradient_checkpointing` is auto, the mode is the one that a single row needs.
+    What the recipe leaves to auto is as a single row needs it.
 
     Args:
         recipe: The recipe.
@@ -186,7 +189,7 @@ def find_micro_batch_size(recipe: Recipe, meter_of: Callable[[], Meter], trial: 
         trial: Prepares the run.
 
     Returns:
-        The largest number of rows that fits on every rank, the recomputation mode, and a line for the log.
+        The largest number of rows that fits on every rank, how memory is saved, and a line for the log.
 
     Raises:
         InputError: One row does not fit.
@@ -200,7 +203,7 @@ def find_micro_batch_size(recipe: Recipe, meter_of: Callable[[], Meter], trial: 
     return result
 
 
-def _measure_run(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, str, str]:
+def _measure_run(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, MemorySaving, str]:
     """Measure micro-batch sizes with a prepared run, and release it. See `find_micro_batch_size`."""
     ranks, rows_per_step = run.hardware.ranks, run.plan.global_size // run.plan.processes
     run.hardware.start_from_update(run.model, run.optimizer, 0)  # allocates the optimizer state, as the first step does
@@ -226,7 +229,7 @@ def _measure_run(run: Run, meter_of: Callable[[], Meter]) -> tuple[int, str, str
     listed = ", ".join(f"{n}: {peak}" for n, peak in peaks.items())
     run.hardware.release(run.model)
     line = f"batch.micro_size auto: {size} rows fit into {limit / 1e9:.2f} GB (GB by number of rows: {listed})"
-    return size, run.recomputed, line
+    return size, run.memory_saving, line
 
 
 def _train_window(run: Run, rows: list[Any], size: int, count: int, meter: Meter) -> int:
@@ -279,11 +282,10 @@ def _repeat_tokens(document: dict[str, Any], length: int) -> dict[str, Any]:
     return document | {key: (value * (length // tokens + 1))[:length] for key, value in columns.items()}
 
 
-def with_micro_size(recipe: Recipe, size: int, mode: str | None = None) -> Recipe:
-    """Return a recipe with a micro-batch size, and with a recomputation mode unless it is None."""
-    batch = recipe.batch.model_copy(update={"micro_size": size})
-    model = recipe.model if mode is None else recipe.model.model_copy(update={"gradient_checkpointing": mode})
-    return recipe.model_copy(update={"batch": batch, "model": model})
+def with_micro_size(recipe: Recipe, size: int, saving: MemorySaving | None = None) -> Recipe:
+    """Return a recipe with a micro-batch size, and with a way to save memory unless it is None."""
+    sized = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": size})})
+    return sized if saving is None else saving.applied_to(sized)
 
 
 def _conditions_digest(recipe: Recipe) -> str:

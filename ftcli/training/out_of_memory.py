@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.config.profile import advise_profile
+from ftcli.models.shape import OF_WHOLE_LAYERS
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -64,7 +65,10 @@ def _remedies(run: Run) -> list[str]:
     if (mode := run.recipe.model.batch_norm) != "frozen":
         smaller += f", except for the statistics of model.batch_norm: {mode}, which are those of a forward pass"
     remedies = [smaller if sizes else "batch.micro_size is 1 row already"]
-    stronger = {"none": "full", "selective": "full", "full": "tiled"}.get(run.recomputed)
+    saving = run.memory_saving
+    stronger = {"none": "full", "selective": "full", "full": "tiled"}.get(saving.mode)
+    if saving.mode in OF_WHOLE_LAYERS and not saving.offloads:
+        remedies.append("set model.activation_offloading to true: less memory of the device, the same curve")
     if stronger is not None:
         remedies.append(f"set model.gradient_checkpointing to {stronger}: less memory, more time, the same curve")
     if run.hardware.backend.replaces_shards:  # more GPUs would not help

@@ -15,6 +15,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.data.cache import PreparedRows
 from ftcli.data.revisions import Resolved
 from ftcli.data.sampler import TrainOrder
+from ftcli.models.memory_saving import MemorySaving
 from ftcli.runtime.heartbeat import Heartbeat
 from ftcli.runtime.load_monitor import LoadMonitor
 from ftcli.runtime.process_settings import Settings
@@ -69,7 +70,7 @@ class Run:
     load: LoadMonitor = field(default_factory=LoadMonitor)
     prompts: list[EncodedPrompt] = field(default_factory=list)  # to answer at each evaluation
     first_step: int = 0
-    recomputed: str = "none"  # by the backward pass: the mode that `gradient_checkpointing` came to
+    memory_saving: MemorySaving = MemorySaving("none")  # what the recipe and `auto` came to
     compiled: bool = False  # whether layers are, as far as the profile lets them
     is_measured: bool = True  # the checkpoint that the run resumes from has the metrics of its step
     began: float = field(default_factory=time.perf_counter)  # when this launch did

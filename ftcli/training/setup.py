@@ -131,7 +131,7 @@ def prepare(
         resolved=start.resolved,
         base=start.checked_base(anyway=resume_anyway),
         helpers=start.checked_helpers(anyway=resume_anyway),
-        recomputed=acceleration.recomputation.mode,
+        memory_saving=acceleration.recomputation.saving,
         compiled=acceleration.compiled,
     )
     run.log_lines += [*start.log_lines(), *acceleration.kernel_lines, *describe_run(run), *size_lines]

@@ -107,6 +107,8 @@ def expect_passes(
     lengths: list[int],
     capacity: int | None,
     *,
+    host: int | None = None,
+    may_move_table: bool = False,
     fused: bool = False,
     compiled: bool = False,
 ) -> ExpectedPasses:
@@ -121,6 +123,8 @@ def expect_passes(
         plan: The plan.
         lengths: Tokens of some rows that stand for all.
         capacity: Memory of a GPU in bytes; None without one.
+        host: Bytes of host memory that a process may use; None if they are not known.
+        may_move_table: Whether the profile lets frozen embeddings be in host memory.
         fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
         compiled: Whether the layers are compiled in the modes none and full.
     """
@@ -138,7 +142,8 @@ def expect_passes(
         note = packing_note(recipe, float(tokens.mean()), by_number, rule, sizes.shape, device)
         return ExpectedPasses(plan, largest, note, None)
     share = -(-of_step // plan.processes)
-    how: dict[str, Any] = {"capacity": capacity, "fused": fused, "compiled": compiled}
+    how: dict[str, Any] = {"capacity": capacity, "host": host, "may_move_table": may_move_table}
+    how |= {"fused": fused, "compiled": compiled}
     budget = choose_budget(recipe, sizes, shares, longest=lengths[-1], of_step=share, **how)
     rule = replace(rule, budget=budget.tokens)
     divided = [rule.divide(one.tolist()) for one in steps]

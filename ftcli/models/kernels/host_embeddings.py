@@ -23,21 +23,21 @@ HINT = "delete model.embeddings_on_host"
 
 
 def keep_embeddings_on_host(model: nn.Module, recipe: Recipe) -> list[str]:
-    """Move the input embeddings of a model to the host, if the recipe sets `model.embeddings_on_host`.
+    """Move the input embeddings of a model to the host, if `model.embeddings_on_host` is true.
 
     The module keeps its name. Its weight is no parameter any more, so nothing moves it, shards it or sends it.
 
     Args:
         model: The model with its adapter, on the device of this process, not yet prepared.
-        recipe: The recipe.
+        recipe: The recipe, in which nothing is left to `auto`.
 
     Returns:
-        One line for the log; none if the recipe does not ask for it.
+        One line for the log; none if nothing is moved.
 
     Raises:
         InputError: The embeddings are trained or shared, or do more than a lookup.
     """
-    if not recipe.model.embeddings_on_host or recipe.adapter.type == "none":
+    if recipe.model.embeddings_on_host is not True or recipe.adapter.type == "none":
         return []
     embeddings = _plain_embeddings(model)
     table, device = embeddings.weight.detach().cpu(), embeddings.weight.device
@@ -47,21 +47,35 @@ def keep_embeddings_on_host(model: nn.Module, recipe: Recipe) -> list[str]:
     return [f"embeddings on the host: {table.nbytes / 1e9:.2f} GB; the rows of each micro-batch are copied to the GPU"]
 
 
-def bytes_on_host(model: nn.Module, recipe: Recipe) -> int:
-    """Return the bytes of a model's weights that `keep_embeddings_on_host` will move to the host.
+def movable_bytes(model: nn.Module, recipe: Recipe) -> int:
+    """Return the bytes of a model's weights that `keep_embeddings_on_host` can move to the host.
+
+    Args:
+        model: The model with its adapter.
+        recipe: The recipe.
 
     Raises:
-        InputError: It will refuse the model.
+        InputError: The recipe asks for it, and the model cannot have it.
     """
-    is_moved = recipe.model.embeddings_on_host and recipe.adapter.type != "none"
-    return int(_plain_embeddings(model).weight.nbytes) if is_moved else 0
+    setting = recipe.model.embeddings_on_host
+    if setting is False or recipe.adapter.type == "none":
+        return 0
+    if setting == "auto" and _problem(model, _embeddings_of(model)) is not None:
+        return 0
+    return int(_plain_embeddings(model).weight.nbytes)
+
+
+def _embeddings_of(model: nn.Module) -> Any:
+    """Return the input embeddings of a model; None if it is not one of transformers, or has none."""
+    embeddings: Any = None
+    with suppress(AttributeError, NotImplementedError):
+        embeddings = base_model_of(model).get_input_embeddings()
+    return embeddings
 
 
 def _plain_embeddings(model: nn.Module) -> Any:
     """Return the input embeddings of a model; raise `InputError` if they cannot be on the host."""
-    embeddings: Any = None
-    with suppress(AttributeError, NotImplementedError):  # not a model of transformers, or without embeddings
-        embeddings = base_model_of(model).get_input_embeddings()
+    embeddings = _embeddings_of(model)
     if (problem := _problem(model, embeddings)) is not None:
         raise InputError(f"model.embeddings_on_host: {problem}", hint=HINT)
     return embeddings

@@ -13,12 +13,10 @@ from ftcli.config.profile import ShardCounts, load_profile, profile_from_environ
 from ftcli.config.recipe import Recipe
 from ftcli.models.memory_estimate import (
     MODES,
-    USABLE_FRACTION,
     MemoryEstimate,
-    choose_mode,
     estimate_memory,
-    estimate_modes,
 )
+from ftcli.models.memory_saving import choose_saving
 from ftcli.models.shape import ModelSize, Shape, measure_model
 from ftcli.runtime.errors import InputError
 from ftcli.testing import profile_environment, save_tiny_causal
@@ -100,33 +98,6 @@ def test_estimate_memory_counts_float32_logits_if_the_model_changes_logits() -> 
         expected = recipe(task="pretrain", precision="bf16")
         parts = estimate_memory(expected, sizes, ShardCounts(), rows=3, tokens=5, mode="none").bytes_by_use
         assert parts["logits"] == 3 * 5 * 1000 * size + 1000 * 8 * 4
-
-
-def test_choose_mode_auto_takes_the_first_that_fits_and_gives_the_reason() -> None:
-    expected = recipe()
-    sizes = ModelSize(
-        100, 0, Shape.of(LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12})
-    )
-    plan = derive_plan(expected, 1)
-    totals = {
-        mode: estimate_memory(expected, sizes, ShardCounts(), rows=4, tokens=16, mode=mode).total for mode in MODES
-    }
-    assert totals["none"] > totals["selective"] > totals["full"] == totals.pop("tiled"), "16 tokens are one tile"
-    for mode, total in totals.items():
-        chosen, message = choose_mode(expected, sizes, ShardCounts(), plan, tokens=16, capacity=int(total / 0.9) + 1)
-        assert (
-            chosen == mode and f"gradient_checkpointing {mode} (auto: " in message and "4 rows of 16 tokens" in message
-        )
-    chosen, message = choose_mode(expected, sizes, ShardCounts(), plan, tokens=16, capacity=1000)
-    assert chosen == "full" and "may not fit either" in message
-    assert choose_mode(expected, sizes, ShardCounts(), plan, tokens=16, capacity=None)[0] == "none"
-    assert choose_mode(expected, sizes, ShardCounts(), plan, tokens=16, capacity=1000, can_recompute=False)[0] == "none"
-    explicit = recipe(model={"name": "m", "gradient_checkpointing": "selective"})
-    assert choose_mode(explicit, sizes, ShardCounts(), plan, tokens=16, capacity=1000)[0] == "selective"
-    hosted = recipe(model={"name": "m", "activation_offloading": True})
-    assert choose_mode(hosted, sizes, ShardCounts(), plan, tokens=16, capacity=10**12)[0] == "full"
-    auto = recipe(batch={"global_size": 8, "micro_size": "auto"})
-    assert "1 row of 16 tokens" in choose_mode(auto, sizes, ShardCounts(), plan, tokens=16, capacity=10**12)[1]
 
 
 @pytest.mark.parametrize(
@@ -228,29 +199,6 @@ def test_memory_estimate_estimate_reads_as_one_line() -> None:
     assert message == "about 1.50 GB per process (weights 1.00, logits 0.50)"
 
 
-def test_estimate_under_compiled_layers_nothing_is_recomputed_selectively() -> None:
-    shape = ModelSize(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
-    how: dict[str, Any] = {"rows": 8, "tokens": 4096, "fresh_gradients": True}
-    # The last: layers are not compiled though the recipe says so, because ZeRO-3 gathers weights inside of them.
-    for asks, compiled, expected in ((False, False, "selective"), (True, True, "full"), (True, False, "selective")):
-        small_recipe = recipe(model={"name": "m", "torch_compile": asks}, batch={"global_size": 8, "micro_size": 8})
-        plan = derive_plan(small_recipe, 1)
-        sections = {
-            mode: estimate_memory(
-                small_recipe, shape, ShardCounts(), mode=mode, fused=compiled and mode == "none", **how
-            ).total
-            for mode in MODES
-        }
-        assert sections["full"] < sections["selective"] < sections["none"]
-        room = int((sections["none"] + sections["selective"]) / 2 / USABLE_FRACTION)
-        assert (
-            choose_mode(small_recipe, shape, ShardCounts(), plan, tokens=4096, capacity=room, fused=compiled)[0]
-            == expected
-        )
-    with pytest.raises(ValueError, match="cannot be combined with torch_compile"):
-        recipe(model={"name": "m", "torch_compile": True, "gradient_checkpointing": "selective"})
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_pure", "fp8"])
 def test_estimate_every_precision_has_an_estimate(precision: str) -> None:
     shape = ModelSize(10**9, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
@@ -280,8 +228,8 @@ def test_estimate_of_compiled_layers_is_the_peak_that_was_seen(
     assert estimate_memory(small_recipe, sizes, ShardCounts(), **how).total > 1.1 * estimate
     plan = derive_plan(small_recipe, 1)
     chosen = [
-        choose_mode(small_recipe, sizes, ShardCounts(), plan, tokens=4096, capacity=150_110_000_000, fused=c)[0]
-        for c in (0, 1)
+        choose_saving(small_recipe, sizes, ShardCounts(), plan, tokens=4096, capacity=150_110_000_000, fused=c)[0].mode
+        for c in (False, True)
     ]
     assert chosen == (["selective", "none"] if sizes is LLAMA_8B else ["none", "none"])
 
@@ -323,7 +271,7 @@ def test_choose_estimate_of_shards_is_the_peak_that_was_seen(
     )
     compiled, shares = profile == "fsdp", load_profile(profile).shard_counts(processes)
     plan = derive_plan(small_recipe, processes)
-    message = choose_mode(small_recipe, LLAMA_8B, shares, plan, tokens=8192, capacity=None, fused=compiled)[1]
+    message = choose_saving(small_recipe, LLAMA_8B, shares, plan, tokens=8192, capacity=None, fused=compiled)[1]
     gigabytes = float(message.partition("about ")[2].partition(" ")[0])
     assert gigabytes == pytest.approx(measured, rel=0.02)
 
@@ -405,7 +353,7 @@ def test_check_expects_compiled_layers_under_zero3_with_whole_frozen_weights(tmp
 def test_estimate_memory_with_fresh_gradients_shares_the_memory_of_activations() -> None:
     small_recipe = recipe(batch={"global_size": 8, "micro_size": 4})
     expected = estimate_memory(small_recipe, LLAMA_1B, ShardCounts(), rows=4, tokens=4096, mode="none").total
-    message = choose_mode(
+    message = choose_saving(
         small_recipe, LLAMA_1B, ShardCounts(), derive_plan(small_recipe, 1), tokens=4096, capacity=None
     )[1]
     assert f"about {expected / 1e9:.2f} GB" in message and "gradients" in message
@@ -447,21 +395,3 @@ def test_estimate_of_long_recomputed_passes_counts_tiles_of_the_feed_forward() -
     assert tensors(65_536, "full") == tensors(2048)
     assert tensors(65_536, "none") == tensors(4096, "none")
     assert tensors(65_536, precision="fp8") == tensors(4096, precision="fp8")
-
-
-def test_choose_mode_takes_tiles_where_recomputed_layers_do_not_fit() -> None:
-    shape = Shape.of(LONG_8B)
-    assert shape is not None
-    sizes, how = ModelSize(10**7, 5 * 10**9, shape), {"tokens": 65_536, "fused": True, "compiled": True}
-    for values in ({}, {"activation_offloading": True}):
-        adapted = recipe(model={"name": "m", **values}, adapter={"type": "lora", "r": 16}, precision="bf16")
-        plan, totals = derive_plan(adapted, 1), estimate_modes(adapted, sizes, ShardCounts(), **how)
-        for mode in ("full", "tiled"):
-            capacity = int(totals[mode].total / 0.9) + 1
-            chosen, message = choose_mode(adapted, sizes, ShardCounts(), plan, capacity=capacity, largest=65_536, **how)
-            assert chosen == mode
-            assert ("full needs" in message) == (mode == "tiled")
-        others = {"shares": ShardCounts(zero_stage=3), "sizes": replace(sizes, shape=replace(shape, tiles_mlp=False))}
-        for name, other in others.items():
-            arguments = {"sizes": sizes, "shares": ShardCounts()} | {name: other}
-            assert choose_mode(adapted, plan=plan, capacity=10**9, largest=65_536, **arguments, **how)[0] == "full"

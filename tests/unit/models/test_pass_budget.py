@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ftcli.config.profile import ShardCounts
-from ftcli.models.memory_estimate import MODES, USABLE_FRACTION, estimate_modes
+from ftcli.models.memory_estimate import MODES, USABLE_FRACTION
+from ftcli.models.memory_saving import estimate_saving
 from ftcli.models.pass_budget import CAUTIOUS_FRACTION, CPU_TOKENS, FULL_TOKENS, choose_budget, pass_costs
 from ftcli.models.shape import ModelSize, Shape
 
@@ -25,11 +26,11 @@ def lora(**changes: Any) -> Any:
 
 def test_choose_budget_for_short_rows_recomputes_nothing_although_padded_rows_of_the_longest_would_not_fit() -> None:
     budget = choose_budget(lora(), LORA_8B, ShardCounts(), longest=4072, of_step=9000, capacity=H100)
-    assert budget.mode == "none" and budget.reason == "auto: it fits" and FULL_TOKENS <= budget.tokens <= 9000
+    assert budget.saving.mode == "none" and budget.reason == "auto: it fits" and FULL_TOKENS <= budget.tokens <= 9000
     long = choose_budget(lora(), LORA_8B, ShardCounts(), longest=16_000, of_step=16_000, capacity=H100)
-    assert long.mode == "selective" and "none needs" in long.reason and "for 16000 tokens" in long.reason
+    assert long.saving.mode == "selective" and "none needs" in long.reason and "for 16000 tokens" in long.reason
     too_long = choose_budget(lora(), LORA_8B, ShardCounts(), longest=10**6, of_step=10**6, capacity=H100)
-    assert (too_long.mode, too_long.tokens) == ("full", 10**6) and "may not fit either" in too_long.reason
+    assert (too_long.saving.mode, too_long.tokens) == ("full", 10**6) and "may not fit either" in too_long.reason
 
 
 @pytest.mark.parametrize("longest", [10, 3000, 9000, 20_000])
@@ -37,17 +38,17 @@ def test_choose_budget_for_short_rows_recomputes_nothing_although_padded_rows_of
 def test_choose_budget_has_an_estimate_within_the_usable_memory(longest: int, capacity: int) -> None:
     budget = choose_budget(lora(), LORA_8B, ShardCounts(), longest=longest, of_step=64_000, capacity=capacity)
     how: dict[str, Any] = {"fused": False, "compiled": False}
-    total = estimate_modes(lora(), LORA_8B, ShardCounts(), tokens=budget.tokens, **how)[budget.mode].total
+    total = estimate_saving(lora(), LORA_8B, ShardCounts(), budget.saving, tokens=budget.tokens, **how).total
     fraction = USABLE_FRACTION if budget.tokens <= FULL_TOKENS else CAUTIOUS_FRACTION
     if budget.tokens > longest:
         assert total <= fraction * capacity
-    assert budget.mode in MODES and budget.tokens >= longest
+    assert budget.saving.mode in MODES and budget.tokens >= longest
 
 
 def test_choose_budget_without_a_gpu_is_a_fixed_number_or_the_longest_row() -> None:
     for longest, expected in ((100, CPU_TOKENS), (CPU_TOKENS + 1, CPU_TOKENS + 1)):
         budget = choose_budget(lora(), LORA_8B, ShardCounts(), longest=longest, of_step=9000, capacity=None)
-        assert (budget.tokens, budget.mode) == (expected, "none")
+        assert (budget.tokens, budget.saving.mode) == (expected, "none")
 
 
 def test_pass_costs_are_smaller_for_larger_layers() -> None:

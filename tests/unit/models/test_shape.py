@@ -47,10 +47,9 @@ def test_size_of_shape_of_an_adapter_counts_both_matrices_of_each_product() -> N
     assert (size.trained, size.frozen_bytes) == (2 * 3 * sides, 2 * shape().weights)
 
 
-def test_size_of_shape_with_embeddings_on_the_host_leaves_out_one_table() -> None:
-    hosted = {"name": "m", "embeddings_on_host": True}
-    size = size_of_shape(shape(), recipe(adapter={"type": "lora"}, precision="bf16", model=hosted))
-    assert size.frozen_bytes == 2 * (shape().weights - shape().vocabulary * shape().hidden)
+def test_size_of_shape_with_a_head_of_its_own_has_one_table_that_can_be_on_the_host() -> None:
+    size = size_of_shape(shape(), recipe(adapter={"type": "lora"}, precision="bf16"))
+    assert size.table_bytes == 2 * shape().vocabulary * shape().hidden
 
 
 def test_size_of_shape_in_4_bits_keeps_embeddings_in_16() -> None:

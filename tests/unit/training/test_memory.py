@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ftcli.config.plan import derive_plan
+from ftcli.models.memory_saving import MemorySaving
 from ftcli.runtime.errors import InputError
 from ftcli.training.batches.passes import RowSizes
 from ftcli.training.memory import (
@@ -83,10 +84,11 @@ def test_choose_micro_batch_size_without_a_gpu_is_the_stated_number(tmp_path: Pa
     assert choose_micro_batch_size(auto, prepare, **known) == (auto, [])  # passes are formed by tokens
 
 
-def test_with_micro_size_takes_the_recomputation_of_the_trial() -> None:
+def test_with_micro_size_takes_the_memory_saving_of_the_trial() -> None:
     auto = recipe(batch={"global_size": 24, "micro_size": "auto"})
-    changed = with_micro_size(auto, 3, "selective")
-    assert (changed.batch.micro_size, changed.model.gradient_checkpointing) == (3, "selective")
+    changed = with_micro_size(auto, 3, MemorySaving("full", True, True))
+    assert (changed.batch.micro_size, changed.model.gradient_checkpointing) == (3, "full")
+    assert changed.model.activation_offloading is changed.model.embeddings_on_host is True
     assert with_micro_size(auto, 3).model.gradient_checkpointing == "auto"
 
 
@@ -142,7 +144,7 @@ def test_try_out_result_is_reused_on_devices_as_large_and_repeated_or_refused_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert found_before(tmp_path, monkeypatch, size=80, world="2") is None
-    record = {"for": "k", "micro_size": 3, "gradient_checkpointing": "none", "device_bytes": 80}
+    record = {"for": "k", "micro_size": 3, "memory_saving": {"mode": "none"}, "device_bytes": 80}
     (tmp_path / RESULT_FILE).write_text(json.dumps(record))
     for size in (79, 80, 140):
         assert found_before(tmp_path, monkeypatch, size=size, world="2") == record
@@ -150,5 +152,7 @@ def test_try_out_result_is_reused_on_devices_as_large_and_repeated_or_refused_on
     with pytest.raises(InputError, match="measured on devices of 0 GB") as caught:
         found_before(tmp_path, monkeypatch, size=40, world="2")
     assert RESULT_FILE in str(caught.value) and "delete that file" in str(caught.value)
-    (tmp_path / RESULT_FILE).write_text(json.dumps(record | {"for": "other"}))
-    assert found_before(tmp_path, monkeypatch, size=80, world="2") is None
+    earlier = {key: value for key, value in record.items() if key != "memory_saving"}
+    for other in (record | {"for": "other"}, earlier):
+        (tmp_path / RESULT_FILE).write_text(json.dumps(other))
+        assert found_before(tmp_path, monkeypatch, size=80, world="2") is None

@@ -71,6 +71,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
     from ftcli.models.kernels.document_attention import check_attention
     from ftcli.models.kernels.float8 import check_float8
     from ftcli.models.kernels.liger import check_liger
+    from ftcli.models.memory_saving import check_host_table
     from ftcli.models.positions import check_positions
     from ftcli.models.quantised_files import quantised_problems
     from ftcli.runtime.devices import count_gpus
@@ -93,6 +94,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
     describe_formats(recipe)
     check_first_rows(recipe)
     check_positions(recipe)
+    check_host_table(recipe)
     properties = properties_of(task_class(recipe.task))
     splits = (recipe.data.truncation or properties.default_truncation) == "split"
     check_row_counts(recipe, may_split=splits or properties.makes_several_rows or is_custom_task(recipe.task))

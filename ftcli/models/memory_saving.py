@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ftcli.data.paths import model_folder
 from ftcli.models.memory_estimate import (
     MODES,
     USABLE_FRACTION,
@@ -17,8 +18,10 @@ from ftcli.models.memory_estimate import (
     estimate_memory,
     has_fresh_gradients,
     tiles_mlps,
+    uses_vocabulary_logits,
 )
-from ftcli.models.shape import OF_WHOLE_LAYERS
+from ftcli.models.shape import OF_WHOLE_LAYERS, measure_model
+from ftcli.runtime.errors import InputError
 from ftcli.runtime.machine.host_memory import HostMemoryReader
 
 if TYPE_CHECKING:
@@ -120,6 +123,24 @@ def choose_saving(
     if largest is not None:
         batch = f"the largest micro-batch has {largest} tokens"
     return saving, describe_estimate(estimates[saving], capacity, batch if sizes.shape else None, saving, reason)
+
+
+def check_host_table(recipe: Recipe) -> None:
+    """Check that the embeddings of a local language model can be in host memory, if the recipe puts them there.
+
+    Other models are checked when they are loaded, because their configuration does not say what shares the table.
+
+    Raises:
+        InputError: The head uses the same table, or the adapter trains it.
+    """
+    folder = model_folder(recipe.model.name)
+    is_asked = recipe.model.embeddings_on_host is True and recipe.adapter.type != "none"
+    if folder is None or not is_asked or not uses_vocabulary_logits(recipe):
+        return
+    sizes = measure_model(folder, recipe)
+    if sizes.shape is not None and not sizes.table_bytes:
+        problem = "the head uses the same table" if sizes.shape.ties_head else "the embeddings are trained"
+        raise InputError(f"model.embeddings_on_host: {problem}", hint="delete model.embeddings_on_host")
 
 
 def host_memory_of(processes: int) -> int:

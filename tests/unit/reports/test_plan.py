@@ -356,7 +356,7 @@ def test_plan_json_has_the_documented_keys(recipe: Path, capsys: pytest.CaptureF
     ddp = values["profiles"][0]
     assert list(ddp) == [
         "profile", "gpus", "fits", "verdict", "micro_size", "accumulation", "passes", "gradient_checkpointing",
-        "torch_compile",
+        "activation_offloading", "embeddings_on_host", "torch_compile",
         "memory_bytes", "step_seconds", "tokens_per_second", "steps", "hours", "cost",
     ]  # fmt: skip
     assert ddp["memory_bytes"]["total"] == sum(v for k, v in ddp["memory_bytes"].items() if k != "total")

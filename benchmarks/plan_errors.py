@@ -30,11 +30,11 @@ from cells.shapes import configuration  # noqa: E402
 from ftcli.config.plan import derive_plan  # noqa: E402
 from ftcli.config.profile import load_profile  # noqa: E402
 from ftcli.config.recipe import Recipe  # noqa: E402
-from ftcli.models import step_time  # noqa: E402
-from ftcli.models.memory_estimate import estimate_memory, has_fresh_gradients  # noqa: E402
-from ftcli.models.shape import Shape, size_of_shape  # noqa: E402
-from ftcli.models.step_time import StepTime, estimate_step  # noqa: E402
-from ftcli.models.step_work import Kernels, Rows  # noqa: E402
+from ftcli.models.estimates import step_time  # noqa: E402
+from ftcli.models.estimates.memory_estimate import estimate_memory, has_fresh_gradients  # noqa: E402
+from ftcli.models.estimates.shape import Shape, size_of_shape  # noqa: E402
+from ftcli.models.estimates.step_time import StepTime, estimate_step  # noqa: E402
+from ftcli.models.estimates.step_work import Kernels, Rows  # noqa: E402
 from ftcli.runtime.gpus import PRODUCT_SHARE, find_gpu  # noqa: E402
 
 FACTS = HOME / "speed.jsonl"

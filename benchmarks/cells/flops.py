@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from ftcli.models.shape import Shape
+from ftcli.models.estimates.shape import Shape
 from ftcli.runtime.gpus import PRODUCT_SHARE, find_gpu
 
 

@@ -21,7 +21,7 @@ from ftcli.config.validation import branches, describe_value, validate
 from ftcli.config.yaml_document import dump_document
 from ftcli.data.assets.catalogue import PREFIX, find_asset
 from ftcli.data.paths import local_path
-from ftcli.models.pass_budget import SHORT_ROW
+from ftcli.models.estimates.pass_budget import SHORT_ROW
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.resources import shipped_folder
 from ftcli.tasks.protocol import properties_of

@@ -67,11 +67,11 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
     from ftcli.data.first_rows import check_first_rows, hub_key_problems
     from ftcli.data.row_counts import check_row_counts
     from ftcli.models.adapters import adapter_problems
+    from ftcli.models.estimates.memory_saving import check_host_table
     from ftcli.models.kernels.compile import check_compile
     from ftcli.models.kernels.document_attention import check_attention
     from ftcli.models.kernels.float8 import check_float8
     from ftcli.models.kernels.liger import check_liger
-    from ftcli.models.memory_saving import check_host_table
     from ftcli.models.positions import check_positions
     from ftcli.models.quantised_files import quantised_problems
     from ftcli.runtime.devices import count_gpus

@@ -288,10 +288,10 @@ def _expect_passes(
     from ftcli.config.profile import ShardCounts
     from ftcli.data.cached_counts import cached_lengths
     from ftcli.data.paths import model_folder
-    from ftcli.models.frozen_sharding import choose_frozen
-    from ftcli.models.memory_saving import choose_saving, host_memory_of
-    from ftcli.models.pass_budget import describe_passes
-    from ftcli.models.shape import measure_model
+    from ftcli.models.estimates.frozen_sharding import choose_frozen
+    from ftcli.models.estimates.memory_saving import choose_saving, host_memory_of
+    from ftcli.models.estimates.pass_budget import describe_passes
+    from ftcli.models.estimates.shape import measure_model
     from ftcli.runtime.devices import gpu_memory
 
     folder = model_folder(recipe.model.name)

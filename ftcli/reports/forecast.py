@@ -11,23 +11,23 @@ from ftcli.config.graph_exclusions import expects_graphs
 from ftcli.config.plan import Plan, derive_batches, derive_plan
 from ftcli.config.profile import ShardCounts
 from ftcli.models.architectures import architecture_of
-from ftcli.models.frozen_sharding import choose_frozen
-from ftcli.models.kernels.compile import LEAST_SAVED, seconds_saved
-from ftcli.models.memory_estimate import (
+from ftcli.models.estimates.frozen_sharding import choose_frozen
+from ftcli.models.estimates.memory_estimate import (
     USABLE_FRACTION,
     MemoryEstimate,
     has_fresh_gradients,
 )
-from ftcli.models.memory_saving import MemorySaving, estimate_saving, savings_to_try
-from ftcli.models.pass_budget import FULL_TOKENS, enough_tokens
-from ftcli.models.step_time import StepTime, estimate_step
-from ftcli.models.step_work import Kernels, Rows
+from ftcli.models.estimates.memory_saving import MemorySaving, estimate_saving, savings_to_try
+from ftcli.models.estimates.pass_budget import FULL_TOKENS, enough_tokens
+from ftcli.models.estimates.step_time import StepTime, estimate_step
+from ftcli.models.estimates.step_work import Kernels, Rows
+from ftcli.models.kernels.compile import LEAST_SAVED, seconds_saved
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
     from ftcli.config.profile import Profile
     from ftcli.config.recipe import Recipe
-    from ftcli.models.shape import ModelSize
+    from ftcli.models.estimates.shape import ModelSize
     from ftcli.runtime.gpus import GPU
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.models.estimates.shape import ModelSize, measure_model
+from ftcli.models.estimates.step_time import LENGTH_SPREAD
+from ftcli.models.estimates.step_work import Rows
 from ftcli.models.files import parse_json_object
-from ftcli.models.shape import ModelSize, measure_model
-from ftcli.models.step_time import LENGTH_SPREAD
-from ftcli.models.step_work import Rows
 from ftcli.reports.forecast import Forecast, Target, forecast
 from ftcli.runtime.devices import count_gpus, first_gpu
 from ftcli.runtime.errors import InputError

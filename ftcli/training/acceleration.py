@@ -17,7 +17,10 @@ from ftcli.config.profile import ShardCounts, profile_of_process
 from ftcli.data.packing import lengths_of, row_capacity
 from ftcli.hardware.batch_norm import trained_norms
 from ftcli.models.architectures import EXPERT_MODULES
-from ftcli.models.frozen_sharding import choose_frozen
+from ftcli.models.estimates.frozen_sharding import choose_frozen
+from ftcli.models.estimates.memory_saving import MemorySaving, choose_saving, host_memory_of
+from ftcli.models.estimates.pass_budget import choose_budget, describe_passes, pass_costs
+from ftcli.models.estimates.shape import ModelSize, Shape
 from ftcli.models.kernels.activation_checkpointing import can_recompute, enable_recomputation
 from ftcli.models.kernels.activation_offloading import offload_activations
 from ftcli.models.kernels.channels_last import use_channels_last
@@ -28,9 +31,6 @@ from ftcli.models.kernels.host_embeddings import keep_embeddings_on_host, movabl
 from ftcli.models.kernels.liger import liger_problem, use_liger
 from ftcli.models.kernels.norm_casts import leave_adapter_inputs, share_casts
 from ftcli.models.kernels.tiled_mlp import tile_mlps
-from ftcli.models.memory_saving import MemorySaving, choose_saving, host_memory_of
-from ftcli.models.pass_budget import choose_budget, describe_passes, pass_costs
-from ftcli.models.shape import ModelSize, Shape
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import local_world_size

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.data.packing import lengths_of
 from ftcli.models.architectures import architecture_of
+from ftcli.models.estimates.pass_budget import FULL_TOKENS, enough_tokens
+from ftcli.models.estimates.shape import Shape
 from ftcli.models.kernels.compile import COMPILERS, HOOKS, LEAST_SAVED, compile_problem, seconds_saved
-from ftcli.models.pass_budget import FULL_TOKENS, enough_tokens
-from ftcli.models.shape import Shape
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.installed import is_installed
 

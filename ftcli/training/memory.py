@@ -25,8 +25,8 @@ from ftcli.config.plan import AUTO_SIZE
 from ftcli.config.profile import profile_of_process
 from ftcli.data.packing import lengths_of
 from ftcli.data.paths import model_folder
-from ftcli.models.memory_saving import MemorySaving
-from ftcli.models.shape import Shape, measure_model
+from ftcli.models.estimates.memory_saving import MemorySaving
+from ftcli.models.estimates.shape import Shape, measure_model
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import local_rank, world_size
 from ftcli.runtime.run_folder import RunFolder

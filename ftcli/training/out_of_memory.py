@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.config.profile import advise_profile
-from ftcli.models.shape import OF_WHOLE_LAYERS
+from ftcli.models.estimates.shape import OF_WHOLE_LAYERS
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:

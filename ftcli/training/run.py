@@ -15,7 +15,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.data.cache import PreparedRows
 from ftcli.data.revisions import Resolved
 from ftcli.data.sampler import TrainOrder
-from ftcli.models.memory_saving import MemorySaving
+from ftcli.models.estimates.memory_saving import MemorySaving
 from ftcli.runtime.heartbeat import Heartbeat
 from ftcli.runtime.load_monitor import LoadMonitor
 from ftcli.runtime.process_settings import Settings

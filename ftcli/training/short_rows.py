@@ -13,7 +13,7 @@ import numpy as np
 
 from ftcli.config.plan import Plan, pluralise
 from ftcli.config.task_registry import task_class
-from ftcli.models.pass_budget import SHORT_ROW, choose_budget, pass_costs
+from ftcli.models.estimates.pass_budget import SHORT_ROW, choose_budget, pass_costs
 from ftcli.training.batches.passes import PassRule, RowSizes
 from ftcli.training.pass_sizes import count_passes, order_of
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
     from ftcli.data.cache import PreparedRows
-    from ftcli.models.pass_budget import PassBudget
-    from ftcli.models.shape import ModelSize, Shape
+    from ftcli.models.estimates.pass_budget import PassBudget
+    from ftcli.models.estimates.shape import ModelSize, Shape
 
 
 WORTH_NAMING = 1.3  # times as many tokens a second

@@ -1,7 +1,7 @@
 """Recompute activations in the backward pass (gradient checkpointing).
 
 Results do not change, because recomputation uses the random numbers of the forward pass. The recipe or the estimate of
-memory_estimate.py selects the mode.
+memory_saving.py selects the mode.
 """
 
 from __future__ import annotations

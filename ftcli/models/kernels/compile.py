@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ftcli.config.recipe import Recipe
-    from ftcli.models.shape import Shape
+    from ftcli.models.estimates.shape import Shape
 
 
 COMPILERS = ("c++", "g++", "clang++")  # torch.compile generates C++ for CPUs, and C to launch its GPU kernels

@@ -13,10 +13,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ftcli.models.architectures import architecture_of, model_types_with
+from ftcli.models.estimates.shape import Shape
 from ftcli.models.files import parse_json_object
 from ftcli.models.hub import ATTENTION, attention_of
 from ftcli.models.kernels.single_attention import attend_single, sliding_window_mask
-from ftcli.models.shape import Shape
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.errors import InputError
 

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ftcli.models.estimates.memory_estimate import MAX_LOGITS_PER_CHUNK
 from ftcli.models.kernels.fused import Fused
-from ftcli.models.memory_estimate import MAX_LOGITS_PER_CHUNK
 
 OptionalGradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 LogitTransform = Callable[[Tensor], Tensor]  # an elementwise change of logits after the head

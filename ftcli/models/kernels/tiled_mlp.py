@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ftcli.models.architectures import architecture_of
+from ftcli.models.estimates.memory_estimate import tiles_of_pass
 from ftcli.models.kernels.norm_casts import cast
-from ftcli.models.memory_estimate import tiles_of_pass
 from ftcli.models.structure import base_model_of, layers_of
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from ftcli.__main__ import main
 from ftcli.config.load import load_recipe
 from ftcli.config.profile import ShardCounts, load_profile
 from ftcli.data.cached_counts import counts_file
-from ftcli.models.shape import Shape, size_of_shape
-from ftcli.models.step_work import Rows
+from ftcli.models.estimates.shape import Shape, size_of_shape
+from ftcli.models.estimates.step_work import Rows
 from ftcli.reports.forecast import Target, forecast
 from ftcli.reports.plan import PlanReport
 from ftcli.reports.plan_text import _run_table

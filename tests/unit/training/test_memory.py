@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ftcli.config.plan import derive_plan
-from ftcli.models.memory_saving import MemorySaving
+from ftcli.models.estimates.memory_saving import MemorySaving
 from ftcli.runtime.errors import InputError
 from ftcli.training.batches.passes import RowSizes
 from ftcli.training.memory import (
@@ -29,7 +29,7 @@ from ftcli.training.size_search import largest_that_fits
 
 from ...support.cells import cell
 from ...support.runner import MakeInputs
-from ..models.test_memory_estimate import recipe
+from ..models.estimates.test_memory_estimate import recipe
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 24]
 

@@ -10,7 +10,7 @@ from ftcli.config.plan import derive_plan
 from ftcli.config.profile import ShardCounts
 from ftcli.training.short_rows import expect_passes
 
-from ..models.test_pass_budget import H100, LORA_8B, lora
+from ..models.estimates.test_pass_budget import H100, LORA_8B, lora
 
 LENGTHS = np.sort(np.exp(np.random.default_rng(0).normal(np.log(330), 0.9, 64)).astype(int)).clip(16, 4072).tolist()
 

@@ -36,7 +36,7 @@ def held_and_estimated(folder: Path) -> dict[str, tuple[int, int]]:
     """Return for each recipe the casts of layer matrices alive after the last layer, and the estimated bytes."""
     from ftcli.config.profile import profile_of_process
     from ftcli.loop import steps
-    from ftcli.models.memory_estimate import estimate_memory
+    from ftcli.models.estimates.memory_estimate import estimate_memory
     from ftcli.training.acceleration import _sizes
     from ftcli.training.setup import prepare
 

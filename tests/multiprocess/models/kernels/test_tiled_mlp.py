@@ -20,7 +20,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 def curves(folder: Path, tile_tokens: int) -> dict[str, tuple[list[tuple[float, float]], bool]]:
     """Return losses and gradient norms of recomputed runs, and whether the log says that their MLPs have tiles."""
     from ftcli.loop import steps
-    from ftcli.models import memory_estimate
+    from ftcli.models.estimates import memory_estimate
     from ftcli.training.setup import prepare
 
     results = {}

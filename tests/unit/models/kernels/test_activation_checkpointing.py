@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ftcli.models.estimates.memory_estimate import MODES
+from ftcli.models.estimates.shape import Shape
 from ftcli.models.kernels import activation_offloading
 from ftcli.models.kernels.activation_checkpointing import enable_recomputation, recompute_policy
 from ftcli.models.kernels.activation_offloading import offload_activations
 from ftcli.models.kernels.norm_casts import share_casts
-from ftcli.models.memory_estimate import MODES
-from ftcli.models.shape import Shape
 from ftcli.runtime.errors import InputError
 
 SIZES: dict[str, Any] = {

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
-from ftcli.models import memory_estimate
 from ftcli.models.adapters import add_adapter
 from ftcli.models.architectures import ARCHITECTURES, architecture_of
+from ftcli.models.estimates import memory_estimate
+from ftcli.models.estimates.memory_estimate import tiles_of_pass
 from ftcli.models.kernels import tiled_mlp
 from ftcli.models.kernels.activation_checkpointing import enable_recomputation
 from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.document_attention import confine_to_documents, document_bounds
 from ftcli.models.kernels.norm_casts import share_casts
 from ftcli.models.kernels.tiled_mlp import tile, tile_mlps
-from ftcli.models.memory_estimate import tiles_of_pass
 from ftcli.models.structure import layers_of
 
 from .test_compile import compiled_recipe

@@ -16,7 +16,7 @@ from ftcli.runtime.seeds import PADDING
 from ftcli.training.batches.passes import PassRule, RowSizes
 from ftcli.training.pass_sizes import count_passes_of_run, largest_micro_batch, order_of
 
-from ...models.test_memory_estimate import recipe
+from ...models.estimates.test_memory_estimate import recipe
 
 
 def sizes_of(tokens: list[int]) -> RowSizes:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftcli.models.step_work import Kernels, Rows, count_work
+from ftcli.models.estimates.step_work import Kernels, Rows, count_work
 
 if TYPE_CHECKING:
     from ftcli.config.plan import Plan
     from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
-    from ftcli.models.shape import ModelSize, Shape
+    from ftcli.models.estimates.shape import ModelSize, Shape
     from ftcli.runtime.gpus import GPU
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from ftcli.config.plan import derive_plan
 from ftcli.config.profile import ShardCounts
-from ftcli.models import step_time
-from ftcli.models.shape import ModelSize, Shape, size_of_shape
-from ftcli.models.step_time import estimate_step
-from ftcli.models.step_work import Kernels, Rows, Work, count_work, layer_traffic
+from ftcli.models.estimates import step_time
+from ftcli.models.estimates.shape import ModelSize, Shape, size_of_shape
+from ftcli.models.estimates.step_time import estimate_step
+from ftcli.models.estimates.step_work import Kernels, Rows, Work, count_work, layer_traffic
 from ftcli.runtime.gpus import GPU
 
 from .test_memory_estimate import LLAMA, recipe

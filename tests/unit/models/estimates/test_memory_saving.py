@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ftcli.config.plan import derive_plan
 from ftcli.config.profile import ShardCounts
-from ftcli.models.memory_estimate import MODES, USABLE_FRACTION, estimate_memory
-from ftcli.models.memory_saving import (
+from ftcli.models.estimates.memory_estimate import MODES, USABLE_FRACTION, estimate_memory
+from ftcli.models.estimates.memory_saving import (
     MemorySaving,
+    check_host_table,
     choose_saving,
     estimate_saving,
     host_memory_of,
     savings_to_try,
 )
-from ftcli.models.pass_budget import choose_budget
-from ftcli.models.shape import ModelSize, Shape, size_of_shape
+from ftcli.models.estimates.pass_budget import choose_budget
+from ftcli.models.estimates.shape import ModelSize, Shape, size_of_shape
+from ftcli.runtime.errors import InputError
 
 from .test_memory_estimate import LLAMA, LONG_8B, recipe
 
@@ -92,6 +97,23 @@ def test_auto_keeps_nothing_on_a_host_without_room() -> None:
     full_host = choose_budget(qlora(), size_8b(), ShardCounts(), host=10**8, **budget).saving
     assert open_host.offloads and not full_host.offloads and not full_host.embeddings_on_host
     assert 0 < host_memory_of(4) <= host_memory_of(1) // 4
+
+
+def test_check_refuses_embeddings_on_the_host_before_the_model_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = {"name": str(folder), "embeddings_on_host": True}
+    for config, changes, problem in (
+        (LONG_8B | {"tie_word_embeddings": True}, {}, "the head uses the same table"),
+        (LONG_8B, {"target_modules": ["embed_tokens"]}, "the embeddings are trained"),
+        (LONG_8B, {}, ""),
+    ):
+        (folder / "config.json").write_text(json.dumps(config))
+        asked = recipe(task="pretrain", model=model, adapter={"type": "lora", **changes})
+        for other in (asked, recipe(task="pretrain", model=model)):  # the other has no adapter: the key has no effect
+            expects = problem and other is asked
+            with pytest.raises(InputError, match=f"model.embeddings_on_host: {problem}") if expects else nullcontext():
+                check_host_table(other)
 
 
 def test_estimate_of_embeddings_on_the_host_leaves_out_one_table() -> None:

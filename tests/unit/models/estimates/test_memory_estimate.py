@@ -11,17 +11,17 @@ import pytest
 from ftcli.config.plan import derive_plan
 from ftcli.config.profile import ShardCounts, load_profile, profile_from_environment
 from ftcli.config.recipe import Recipe
-from ftcli.models.memory_estimate import (
+from ftcli.models.estimates.memory_estimate import (
     MODES,
     MemoryEstimate,
     estimate_memory,
 )
-from ftcli.models.memory_saving import choose_saving
-from ftcli.models.shape import ModelSize, Shape, measure_model
+from ftcli.models.estimates.memory_saving import choose_saving
+from ftcli.models.estimates.shape import ModelSize, Shape, measure_model
 from ftcli.runtime.errors import InputError
 from ftcli.testing import profile_environment, save_tiny_causal
 
-from ...support.recipes import minimal_values
+from ....support.recipes import minimal_values
 
 LLAMA = {
     "num_hidden_layers": 2,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.task_registry import task_class
-from ftcli.models.shape import COMPUTE_BYTES, OF_WHOLE_LAYERS, ModelSize, Shape
+from ftcli.models.estimates.shape import COMPUTE_BYTES, OF_WHOLE_LAYERS, ModelSize, Shape
 from ftcli.tasks.protocol import properties_of
 
 if TYPE_CHECKING:

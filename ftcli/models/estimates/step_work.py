@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftcli.models.memory_estimate import (
+from ftcli.models.estimates.memory_estimate import (
     MAX_LOGITS_PER_CHUNK,
     has_frozen_16_bit_weights,
     optimizer_bytes,
@@ -20,13 +20,13 @@ from ftcli.models.memory_estimate import (
     trains_language_model,
     uses_vocabulary_logits,
 )
-from ftcli.models.shape import OF_WHOLE_LAYERS
+from ftcli.models.estimates.shape import OF_WHOLE_LAYERS
 
 if TYPE_CHECKING:
     from ftcli.config.plan import Plan
     from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
-    from ftcli.models.shape import ModelSize, Shape
+    from ftcli.models.estimates.shape import ModelSize, Shape
 
 
 LIGER_TRAFFIC = 1.45  # of compiled layers: Liger fuses inside modules, not over them (benchmarks/tables.md, ladder)

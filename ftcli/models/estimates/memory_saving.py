@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.data.paths import model_folder
-from ftcli.models.memory_estimate import (
+from ftcli.models.estimates.memory_estimate import (
     MODES,
     USABLE_FRACTION,
     MemoryEstimate,
@@ -20,7 +20,7 @@ from ftcli.models.memory_estimate import (
     tiles_mlps,
     uses_vocabulary_logits,
 )
-from ftcli.models.shape import OF_WHOLE_LAYERS, measure_model
+from ftcli.models.estimates.shape import OF_WHOLE_LAYERS, measure_model
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.machine.host_memory import HostMemoryReader
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ftcli.config.plan import Plan
     from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
-    from ftcli.models.shape import ModelSize
+    from ftcli.models.estimates.shape import ModelSize
 
 
 # Of a machine's memory, for what its processes keep on the host under `auto`. PyTorch rounds pinned memory up to powers

@@ -9,13 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftcli.models.memory_estimate import USABLE_FRACTION
-from ftcli.models.memory_saving import MemorySaving, describe_estimate, estimate_saving, is_on_host, savings_to_try
+from ftcli.models.estimates.memory_estimate import USABLE_FRACTION
+from ftcli.models.estimates.memory_saving import (
+    MemorySaving,
+    describe_estimate,
+    estimate_saving,
+    is_on_host,
+    savings_to_try,
+)
 
 if TYPE_CHECKING:
     from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
-    from ftcli.models.shape import ModelSize, Shape
+    from ftcli.models.estimates.shape import ModelSize, Shape
 
 
 # A pass takes at least the time in which Python starts its operations. Tokens that take as long, times the weights of a

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.models.shape import Shape, size_of_shape
+from ftcli.models.estimates.shape import Shape, size_of_shape
 
 from .test_memory_estimate import LLAMA, recipe
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftcli.config.profile import ShardCounts
-from ftcli.models.memory_estimate import USABLE_FRACTION
-from ftcli.models.memory_saving import estimate_saving, savings_to_try
+from ftcli.models.estimates.memory_estimate import USABLE_FRACTION
+from ftcli.models.estimates.memory_saving import estimate_saving, savings_to_try
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
-    from ftcli.models.shape import ModelSize
+    from ftcli.models.estimates.shape import ModelSize
 
 
 def choose_frozen(

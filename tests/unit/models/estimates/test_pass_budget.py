@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ftcli.config.profile import ShardCounts
-from ftcli.models.memory_estimate import MODES, USABLE_FRACTION
-from ftcli.models.memory_saving import estimate_saving
-from ftcli.models.pass_budget import CAUTIOUS_FRACTION, CPU_TOKENS, FULL_TOKENS, choose_budget, pass_costs
-from ftcli.models.shape import ModelSize, Shape
+from ftcli.models.estimates.memory_estimate import MODES, USABLE_FRACTION
+from ftcli.models.estimates.memory_saving import estimate_saving
+from ftcli.models.estimates.pass_budget import CAUTIOUS_FRACTION, CPU_TOKENS, FULL_TOKENS, choose_budget, pass_costs
+from ftcli.models.estimates.shape import ModelSize, Shape
 
 from .test_memory_estimate import recipe
 

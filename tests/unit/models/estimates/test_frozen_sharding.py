@@ -8,8 +8,8 @@ import pytest
 
 from ftcli.config.profile import ShardCounts
 from ftcli.config.recipe import Recipe
-from ftcli.models.frozen_sharding import choose_frozen
-from ftcli.models.shape import ModelSize, Shape
+from ftcli.models.estimates.frozen_sharding import choose_frozen
+from ftcli.models.estimates.shape import ModelSize, Shape
 
 FSDP = ShardCounts(4, 4, 4)
 SIZES = ModelSize(10**6, 8 * 10**9, Shape(2, 8, 32, 8, 8, 2, 1000, None))

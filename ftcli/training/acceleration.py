@@ -23,6 +23,7 @@ from ftcli.models.estimates.pass_budget import choose_budget, describe_passes, p
 from ftcli.models.estimates.shape import ModelSize, Shape
 from ftcli.models.kernels.activation_checkpointing import can_recompute, enable_recomputation
 from ftcli.models.kernels.activation_offloading import offload_activations
+from ftcli.models.kernels.adapter_scaling import scale_inside_adapters
 from ftcli.models.kernels.channels_last import use_channels_last
 from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.cuda_graphs import use_cuda_graphs
@@ -169,6 +170,7 @@ def use_kernels(
     is_whole = hardware.backend.has_whole_weights
     share_casts(model)
     leave_adapter_inputs(model, recipe)
+    scale_inside_adapters(model, recipe)
     return [
         *use_liger(model, recipe, on_gpu=device_type == "cuda"),
         *multiply_in_float8(model, recipe, device_type),

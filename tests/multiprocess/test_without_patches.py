@@ -33,6 +33,7 @@ RUNS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "compiled-layers": ("sft-tied", COMPILED),
         "compiled-checkpoints": ("sft-tied", COMPILED),
         "layers-of-a-model": ("sft-tied", COMPILED),
+        "lora-scaling": ("sft-lora", BF16),
     },
     "fsdp": {
         "fsdp-small-unit": ("sft-untied", BF16),

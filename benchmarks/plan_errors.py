@@ -187,8 +187,9 @@ def recipe_of(line: dict[str, Any]) -> Recipe:
         values["data"] = {"train": "rows", "workers": int(settings["data.workers"])}
     elif "data.workers" in settings:
         values["data"]["workers"] = int(settings["data.workers"])
-    if settings.get("model.activation_offloading") == "true":
-        values["model"]["activation_offloading"] = True
+    for name in ("activation_offloading", "embeddings_on_host"):
+        if settings.get(f"model.{name}") == "true":
+            values["model"][name] = True
     if cell["lora"]:
         values["adapter"] = {"type": "lora", "r": cell["lora"]}
     if cell.get("four_bit"):

@@ -104,7 +104,7 @@ def _run_table(report: PlanReport, forecasts: Sequence[Forecast]) -> list[str]:
     for one in forecasts:
         assert one.plan is not None
         speed, hours, cost = one.tokens_per_second, one.hours, one.cost(report.price)
-        row = [one.profile, str(one.gpus), _division(one.plan), str(one.saving)]
+        row = [one.profile, str(one.gpus), _division(one.plan), one.mode]
         row += ["-" if speed is None else f"{speed:,.0f}", "-" if one.plan.steps is None else f"{one.plan.steps:,}"]
         row += ["-" if hours is None else f"{hours:,.2f}" if hours >= 1 else f"{hours:.2g}"]
         rows.append(row + ["-" if cost is None else f"{cost:,.2f}"] * (report.price is not None))
@@ -142,6 +142,13 @@ def verdict(one: Forecast, report: PlanReport) -> str:
         one: The forecast of the profile.
         report: The report with the others.
     """
+    found = _verdict(one, report)
+    on_host = one.saving.on_host if one.saving is not None and one.memory is not None else ""
+    return f"{found}; {on_host}" if on_host else found
+
+
+def _verdict(one: Forecast, report: PlanReport) -> str:
+    """Return what is to be said about a profile, but for what is in host memory."""
     usable, fastest = report.target.usable, report.fastest
     if one.problem:
         return f"cannot run this recipe: {one.problem}"

@@ -59,10 +59,15 @@ class MemorySaving:
         }
         return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
 
-    def __str__(self) -> str:
+    @property
+    def on_host(self) -> str:
+        """What is in host memory, in words; empty if nothing is."""
         inputs = "inputs of layers" if self.mode in OF_WHOLE_LAYERS else "activations"
         hosted = [inputs] * self.offloads + ["embeddings"] * self.embeddings_on_host
-        return f"{self.mode}, {' and '.join(hosted)} on the host" if hosted else self.mode
+        return f"{' and '.join(hosted)} on the host" if hosted else ""
+
+    def __str__(self) -> str:
+        return f"{self.mode}, {self.on_host}" if self.on_host else self.mode
 
 
 def choose_saving(

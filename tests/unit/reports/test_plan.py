@@ -19,7 +19,7 @@ from ftcli.models.estimates.shape import Shape, size_of_shape
 from ftcli.models.estimates.step_work import Rows
 from ftcli.reports.forecast import Target, forecast
 from ftcli.reports.plan import PlanReport
-from ftcli.reports.plan_text import _run_table
+from ftcli.reports.plan_text import _run_table, verdict
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.gpus import find_gpu, measured_speeds_path
 from ftcli.training.short_rows import expect_passes
@@ -115,6 +115,8 @@ def test_plan_chooses_less_memory_where_the_recipes_micro_size_does_not_fit(reci
     assert (roomy.fits, roomy.mode, roomy.plan.micro_size, roomy.plan.accumulation) == (True, "none", 4, 1)
     assert tight.fits and tight.mode == "full" and roomy.memory.total > tight.memory.total
     assert none.fits is False and none.plan.micro_size == 1 and none.mode == "tiled"
+    assert verdict(none, planned(recipe, "ddp", memory_gb=20)).endswith("; inputs of layers on the host")
+    assert "on the host" not in verdict(roomy, planned(recipe, "ddp", memory_gb=80))
 
 
 def test_plan_with_micro_size_auto_takes_the_most_rows_of_the_mode_for_one_row(recipe: Path) -> None:

@@ -45,7 +45,7 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
     if profile.distributed_type == "DEEPSPEED" and recipe.precision == "fp8":
         message = "precision is fp8, which was not tested under DeepSpeed"
         problems.append(Problem(message, where, "use precision: bf16, or the profile fsdp"))
-    if recipe.model.embeddings_on_host is True and profile.distributed_type not in ("NO", "MULTI_GPU"):
+    if recipe.model.embeddings_on_host is True and not profile.may_move_embeddings:
         message = "model.embeddings_on_host cannot run on this profile, which shards weights"
         problems.append(Problem(message, where, "use the profile single or ddp, or delete the key"))
     if recipe.model.shard_frozen is False:

@@ -91,6 +91,11 @@ class Profile:
         return int(copies), int(shards)
 
     @property
+    def may_move_embeddings(self) -> bool:
+        """Whether each process may have frozen embeddings in host memory: in one process and under ddp."""
+        return self.distributed_type in ("NO", "MULTI_GPU")
+
+    @property
     def offloads_optimizer(self) -> bool:
         """Whether DeepSpeed stores the optimizer state in host memory."""
         return self._zero()[1] != "none"

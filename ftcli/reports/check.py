@@ -298,7 +298,9 @@ def _expect_passes(
     if folder is None:
         return plan, {}, []
     shares = ShardCounts() if profile is None else profile.shard_counts(plan.processes)
-    hosted: dict[str, Any] = {"host": host_memory_of(plan.processes), "may_move_table": shares == ShardCounts()}
+    of_machine = -(-plan.processes // (1 if profile is None else profile.num_machines))
+    may_move = profile is None or profile.may_move_embeddings
+    hosted: dict[str, Any] = {"host": host_memory_of(of_machine), "may_move_table": may_move}
     tokens, capacity = _most_tokens(recipe), None if cpu else gpu_memory()
     compiled = bool(recipe.model.torch_compile)  # if the recipe leaves it open, the run decides
     sizes, how = measure_model(folder, recipe), {"fused": compiled, "compiled": compiled}

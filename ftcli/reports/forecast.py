@@ -197,8 +197,7 @@ def _by_tokens(profile: Profile, target: Target, plan: Plan, shares: ShardCounts
     assert size is not None
     compiled = _compiles(shares, target, plan, "none")
     how = {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
-    may_move = profile.shard_counts(plan.processes) == ShardCounts()
-    known = {"may_move_table": may_move, **how}
+    known = {"may_move_table": profile.may_move_embeddings, **how}
     expected = expect_passes(recipe, size, shares, plan, list(target.typical), target.capacity, **known)
     passes, budget = expected.plan.passes, expected.budget
     assert passes is not None and budget is not None
@@ -251,7 +250,7 @@ def _of_size(profile: Profile, target: Target, plan: Plan, shares: ShardCounts, 
     tokens = micro * size.tokens_of_row(target.longest)
     forecasts = []
     can_compile = _compiles(shares, target, plan, "none")
-    may_move = profile.shard_counts(plan.processes) == ShardCounts()
+    may_move = profile.may_move_embeddings
     for saving in savings_to_try(recipe, size, shares, compiled=can_compile, may_move_table=may_move)[0]:
         compiled = _compiles(shares, target, plan, saving.mode)
         how = {

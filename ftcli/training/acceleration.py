@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.config.profile import ShardCounts, profile_of_process
+from ftcli.config.profile import profile_of_process
 from ftcli.data.packing import lengths_of, row_capacity
 from ftcli.hardware.batch_norm import trained_norms
 from ftcli.models.architectures import EXPERT_MODULES
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftcli.config.plan import PassCounts
+    from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
     from ftcli.data.cache import PreparedRows
     from ftcli.hardware.interface import Hardware
@@ -130,15 +131,17 @@ def accelerate_model(
     """
     device_type = hardware.accelerator.device.type
     compile_choice = partial(choose_compile, model, plan=data.plan, rows=data.rows, device_type=device_type)
-    may_compile = hardware.may_compile(model)
-    whole = bool(compile_choice(recipe, recomputed="none", may_compile=True)[0].model.torch_compile)
-    compiled = whole and may_compile and (recipe.model.quantization is None or hardware.backend.has_whole_weights)
+    of_profile = (hardware.may_compile(model), hardware.backend.has_whole_weights)
+    whole, compiled = (
+        bool(compile_choice(recipe, recomputed="none", may_compile=may, is_whole=has_all)[0].model.torch_compile)
+        for may, has_all in ((True, True), of_profile)
+    )
     choice = choose_recomputation(model, recipe, data, hardware, compiled=compiled, whole_compiled=whole)
     if choice.is_replicated:
         hardware.replicate()
-    recomputed, may_compile = choice.saving.mode, hardware.may_compile(model)
-    is_open, recipe = recipe.model.torch_compile is None, choice.saving.applied_to(recipe)
-    is_whole = hardware.backend.has_whole_weights
+    may_compile, is_whole = hardware.may_compile(model), hardware.backend.has_whole_weights
+    recomputed, is_open = choice.saving.mode, recipe.model.torch_compile is None
+    recipe = choice.saving.applied_to(recipe)
     recipe, not_compiled = compile_choice(recipe, recomputed=recomputed, may_compile=may_compile, is_whole=is_whole)
     passes = choice.counts.most if choice.counts is not None else data.plan.accumulation
     kernel_lines = [*use_kernels(model, recipe, hardware, recomputed, passes, falls_back=is_open), *not_compiled]
@@ -203,13 +206,13 @@ def choose_recomputation(
         InputError: The recipe asks for recomputation or for passes by tokens, which batch norm does not allow.
     """
     plan, rows, device_type = data.plan, data.rows, hardware.accelerator.device.type
-    shares = profile_of_process(os.environ).shard_counts(plan.processes)
+    profile = profile_of_process(os.environ)
+    of_profile = profile.shard_counts(plan.processes)
     sizes = _sizes(model, recipe)
-    host = host_memory_of(local_world_size())
-    own = (_gpu_memory(hardware), host, sizes.trained, sizes.frozen_bytes, sizes.table_bytes)
+    memory = (_gpu_memory(hardware), host_memory_of(local_world_size()))
+    own = (*memory, sizes.trained, sizes.frozen_bytes, sizes.table_bytes)
     capacities, hosts, trained, frozen, tables = zip(*hardware.ranks.collect(own), strict=True)
-    # Ties and dtypes may not exist on every rank yet.
-    sizes = ModelSize(max(trained), max(frozen), sizes.shape, min(tables))
+    sizes = ModelSize(max(trained), max(frozen), sizes.shape, min(tables))  # ties may not exist on every rank yet
     kind = getattr(getattr(base_model_of(model), "config", None), "model_type", "unknown")
     has_liger = liger_problem(recipe, kind, on_gpu=device_type == "cuda") is None
     norms, capacity = any(trained_norms(model)), min((size for size in capacities if size is not None), default=None)
@@ -217,19 +220,17 @@ def choose_recomputation(
         {"can_recompute": can_recompute(model) and not norms, "fused": each or has_liger, "compiled": each}
         for each in (compiled, whole_compiled)
     )
-    of_profile = shares
     is_rare = _has_rare_parts(model, recipe, data.task)
-    shares, frozen_line = _choose_frozen(recipe, data, sizes, shares, capacity, how_whole, has_rare_parts=is_rare)
+    shares, frozen_line = _choose_frozen(recipe, data, sizes, of_profile, capacity, how_whole, has_rare_parts=is_rare)
     how: dict[str, Any] = how_sharded if shares == of_profile else how_whole
-    how |= {"host": min(hosts), "may_move_table": of_profile == ShardCounts()}
+    how |= {"capacity": capacity, "host": min(hosts), "may_move_table": profile.may_move_embeddings}
     if recipe.batch.micro_size == "auto" and data.sizes is not None:
-        choice = _choose_passes(recipe, data, data.sizes, sizes, shares, capacity, device_type, how)
+        choice = _choose_passes(recipe, data, data.sizes, sizes, shares, device_type, how)
     else:
         is_flat = getattr(data.task, "is_flat", False)
         largest = largest_micro_batch(recipe, plan, rows, data.sizes, is_flat=is_flat, size=plan.micro_size)
         tokens = _longest_row(recipe, rows)
-        of_rows: dict[str, Any] = {"tokens": tokens, "capacity": capacity, "largest": largest}
-        choice = Recomputation(*choose_saving(recipe, sizes, shares, plan, **of_rows, **how))
+        choice = Recomputation(*choose_saving(recipe, sizes, shares, plan, tokens=tokens, largest=largest, **how))
         if data.sizes is not None:
             by_number = PassRule(data.sizes, plan.processes, 0, is_flat)
             choice = replace(choice, notes=tuple(note_of_run(recipe, plan, rows, by_number, sizes.shape, device_type)))
@@ -301,7 +302,6 @@ def _choose_passes(
     rows: RowSizes,
     sizes: ModelSize,
     shares: ShardCounts,
-    capacity: int | None,
     device_type: str,
     how: dict[str, bool],
 ) -> Recomputation:
@@ -310,7 +310,7 @@ def _choose_passes(
     longest = int((rows.tokens if is_flat else rows.longest * rows.documents).max())
     of_step = largest_micro_batch(recipe, plan, data.rows, rows, is_flat=is_flat, size=plan.global_size)
     share = -(-(longest * plan.global_size if of_step is None else of_step) // plan.processes)
-    budget = choose_budget(recipe, sizes, shares, longest=longest, of_step=share, capacity=capacity, **how)
+    budget = choose_budget(recipe, sizes, shares, longest=longest, of_step=share, **how)
     shape = sizes.shape
     rule = PassRule(
         sizes=rows,
@@ -321,8 +321,8 @@ def _choose_passes(
         attention=0.0 if shape is None else shape.attention / shape.layer_products,
     )
     counts = count_passes_of_run(recipe, plan, data.rows, rule)
-    kernels = {"fused": how["fused"], "compiled": how["compiled"]}
-    line = describe_passes(recipe, sizes, shares, budget, tokens=counts.tokens, capacity=capacity, **kernels)
+    of_line = {name: how[name] for name in ("capacity", "fused", "compiled")}
+    line = describe_passes(recipe, sizes, shares, budget, tokens=counts.tokens, **of_line)
     notes = note_of_run(recipe, plan, data.rows, rule, shape, device_type)
     return Recomputation(budget.saving, line, rule, counts, tuple(notes))
 

@@ -6,7 +6,7 @@ on GPUs may differ by a fifth; `batch.micro_size: auto` measures instead. The mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.task_registry import task_class
@@ -36,16 +36,21 @@ class MemoryEstimate:
 
     Attributes:
         bytes_by_use: Bytes of weights, gradients, activations and so on, by name.
-        host_bytes: Bytes of activations and embeddings that are in host memory instead.
+        host_bytes_by_key: Bytes that are in host memory instead, by the key of the recipe's section `model`.
     """
 
     bytes_by_use: dict[str, int]
-    host_bytes: int = 0
+    host_bytes_by_key: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         """The sum of all bytes."""
         return sum(self.bytes_by_use.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """All bytes that are in host memory instead."""
+        return sum(self.host_bytes_by_key.values())
 
     def __str__(self) -> str:
         uses = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.bytes_by_use.items() if size)
@@ -85,9 +90,11 @@ def estimate_memory(
     has_casts = COMPUTE_BYTES[recipe.precision] < weight_bytes and not _keeps_no_casts(recipe, sizes.shape, shares)
     rounds = _keeps_rounded_shards(recipe, sizes.shape, shares)
     state_bytes = optimizer_bytes(recipe) + weight_bytes * shares.has_master_weights
-    on_host = sizes.table_bytes if recipe.model.embeddings_on_host is True else 0
+    on_host = {"embeddings_on_host": sizes.table_bytes if recipe.model.embeddings_on_host is True else 0}
     uses = {
-        "weights": shard(sizes.trained * weight_bytes + max(0, sizes.frozen_bytes - on_host), shares.weights),
+        "weights": shard(
+            sizes.trained * weight_bytes + max(0, sizes.frozen_bytes - sum(on_host.values())), shares.weights
+        ),
         "gradients": shard(sizes.trained * weight_bytes, shares.gradients),
         "optimizer": shard(sizes.trained * state_bytes, shares.optimizer),
         "copies of weights": 2 * sizes.trained * has_casts,  # autocast's, until the backward pass
@@ -115,7 +122,7 @@ def estimate_memory(
     layer = shape.activation_bytes(recipe.precision, mode, compiled=compiled, **how)
     on_device = min(OFFLOADED_ON_DEVICE, shape.layers) if recipe.model.activation_offloading is True else shape.layers
     uses["activations"] = batch * on_device * layer + computing
-    on_host += batch * layer * (shape.layers - on_device)
+    on_host["activation_offloading"] = batch * layer * (shape.layers - on_device)
     if fresh_gradients:
         uses["gradients"] = max(0, uses["gradients"] - uses["activations"])
     if uses_vocabulary_logits(recipe):

@@ -7,7 +7,7 @@ stay in host memory. The estimates decide, so all ranks choose the same. The mod
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ftcli.data.paths import model_folder
@@ -119,7 +119,7 @@ def choose_saving(
     limit = math.inf if capacity is None else USABLE_FRACTION * capacity
     saving = savings[0]
     if len(savings) > 1:
-        possible = [one for one in savings if one is savings[0] or is_on_host(estimates[one], host)]
+        possible = [one for one in savings if fits_host(recipe, estimates[one], host)] or savings[:1]
         least = min(possible, key=lambda one: estimates[one].total)  # the first of equal ones, which is faster
         saving = next((one for one in possible if estimates[one].total <= limit), least)
         if saving != savings[0] or not reason:
@@ -131,21 +131,21 @@ def choose_saving(
 
 
 def check_host_table(recipe: Recipe) -> None:
-    """Check that the embeddings of a local language model can be in host memory, if the recipe puts them there.
+    """Check that the head of a local language model has a table of its own, if the recipe puts embeddings on the host.
 
-    Other models are checked when they are loaded, because their configuration does not say what shares the table.
+    Other models, and embeddings that are trained, are checked when the model is loaded.
 
     Raises:
-        InputError: The head uses the same table, or the adapter trains it.
+        InputError: The head uses the same table.
     """
     folder = model_folder(recipe.model.name)
     is_asked = recipe.model.embeddings_on_host is True and recipe.adapter.type != "none"
     if folder is None or not is_asked or not uses_vocabulary_logits(recipe):
         return
-    sizes = measure_model(folder, recipe)
-    if sizes.shape is not None and not sizes.table_bytes:
-        problem = "the head uses the same table" if sizes.shape.ties_head else "the embeddings are trained"
-        raise InputError(f"model.embeddings_on_host: {problem}", hint="delete model.embeddings_on_host")
+    shape = measure_model(folder, recipe).shape
+    if shape is not None and shape.ties_head:
+        message = "model.embeddings_on_host: the head uses the same table"
+        raise InputError(message, hint="delete model.embeddings_on_host")
 
 
 def host_memory_of(processes: int) -> int:
@@ -157,14 +157,16 @@ def host_memory_of(processes: int) -> int:
     return int(HOST_FRACTION * HostMemoryReader().read().limit) // processes
 
 
-def is_on_host(estimate: MemoryEstimate, host: int | None) -> bool:
-    """Return whether what an estimate has on the host fits there.
+def fits_host(recipe: Recipe, estimate: MemoryEstimate, host: int | None) -> bool:
+    """Return whether what `auto` puts on the host fits there. What the recipe itself puts there does not count.
 
     Args:
+        recipe: The recipe of the run.
         estimate: The estimate.
         host: Bytes of host memory that a process may use; None if they are not known.
     """
-    return host is None or estimate.host_bytes <= host
+    added = (size for key, size in estimate.host_bytes_by_key.items() if getattr(recipe.model, key) == "auto")
+    return host is None or sum(added) <= host
 
 
 def estimate_saving(
@@ -238,7 +240,8 @@ def savings_to_try(
     """Return the ways to save memory that a recipe leaves open, the fastest first.
 
     Moving the table of embeddings costs less time than recomputing anything. The inputs of recomputed layers are copied
-    while the device computes, which costs less than tiles.
+    while the device computes, which costs less than tiles. Where the profile keeps shards in host memory, `auto` adds
+    nothing there.
 
     Args:
         recipe: The recipe of the run.
@@ -254,13 +257,19 @@ def savings_to_try(
     can_tile = tiles_mlps(recipe, sizes.shape, shares)
     modes, reason = _modes_to_try(recipe, can_recompute=can_recompute, compiled=compiled, can_tile=can_tile)
     offloads, moves = recipe.model.activation_offloading, recipe.model.embeddings_on_host
+    has_room = 0 not in (shares.weights, shares.gradients, shares.optimizer)
     savings = []
     for mode in modes:
-        savings.append(MemorySaving(mode, offloads is True, moves is True))
-        if offloads == "auto" and mode in OF_WHOLE_LAYERS:
-            savings.append(MemorySaving(mode, True, moves is True))
-        if moves == "auto" and may_move_table and sizes.table_bytes:
-            savings.append(MemorySaving(mode, savings[-1].offloads, True))
+        may_offload = offloads == "auto" and mode in OF_WHOLE_LAYERS and has_room
+        may_move = moves == "auto" and may_move_table and bool(sizes.table_bytes)
+        fastest = MemorySaving(mode, offloads is True, moves is True)
+        savings.append(fastest)
+        if may_offload:
+            savings.append(replace(fastest, offloads=True))
+        if may_offload and may_move:
+            savings.append(replace(fastest, offloads=True, embeddings_on_host=True))
+        if may_move:  # without the inputs, for a host that has no room for them
+            savings.append(replace(fastest, embeddings_on_host=True))
     return savings, reason
 
 

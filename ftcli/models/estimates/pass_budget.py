@@ -14,7 +14,7 @@ from ftcli.models.estimates.memory_saving import (
     MemorySaving,
     describe_estimate,
     estimate_saving,
-    is_on_host,
+    fits_host,
     savings_to_try,
 )
 
@@ -120,14 +120,17 @@ def choose_budget(
         while high - low > 1:
             tokens = (low + high) // 2
             estimate = estimate_saving(recipe, sizes, shares, saving, tokens=tokens, **how)
-            fits = estimate.total <= fraction * capacity and (len(savings) == 1 or is_on_host(estimate, host))
+            fits = estimate.total <= fraction * capacity and fits_host(recipe, estimate, host)
             low, high = (tokens, high) if fits else (low, tokens)
         return low
 
     enough = enough_tokens(sizes.shape)
     needed = max(longest, min(of_step, enough))
     saving = next((one for one in savings if fitting(one, USABLE_FRACTION) >= needed), None)
-    saving = saving or max(savings, key=lambda one: fitting(one, USABLE_FRACTION))  # the first of equal ones
+    if saving is None:  # the least memory, and the first of equal ones
+        estimates = {one: estimate_saving(recipe, sizes, shares, one, tokens=longest, **how) for one in savings}
+        possible = [one for one in savings if fits_host(recipe, estimates[one], host)] or savings[:1]
+        saving = min(possible, key=lambda one: (-fitting(one, USABLE_FRACTION), estimates[one].total))
     usable, cautious = fitting(saving, USABLE_FRACTION), fitting(saving, CAUTIOUS_FRACTION)
     if len(savings) > 1:
         reason = reason or "auto: it fits"

@@ -119,6 +119,17 @@ def test_plan_chooses_less_memory_where_the_recipes_micro_size_does_not_fit(reci
     assert "on the host" not in verdict(roomy, planned(recipe, "ddp", memory_gb=80))
 
 
+def test_plan_of_4_bit_weights_moves_embeddings_and_compiles_where_the_run_does(recipe: Path) -> None:
+    config = recipe.parent / "model" / "config.json"
+    config.write_text(json.dumps(LLAMA | {"tie_word_embeddings": False}))
+    settings = ["adapter.type=lora", "model.quantization.load_in_4bit=true", "model.gradient_checkpointing=full"]
+    ddp, fsdp = planned(recipe, "ddp", "fsdp", memory_gb=1, overrides=settings).forecasts
+    assert ddp.saving.embeddings_on_host and ddp.saving.offloads and ddp.compiled
+    assert fsdp.saving.offloads and not fsdp.saving.embeddings_on_host and not fsdp.compiled
+    (one,) = planned(recipe, "fsdp", memory_gb=1, gpus=1, overrides=settings).forecasts
+    assert not one.saving.embeddings_on_host, "as the run, which refuses it under this profile"
+
+
 def test_plan_with_micro_size_auto_takes_the_most_rows_of_the_mode_for_one_row(recipe: Path) -> None:
     large, small = (
         planned(recipe, "fsdp", memory_gb=size, overrides=["batch.micro_size=auto", "batch.global_size=64"]).forecasts[

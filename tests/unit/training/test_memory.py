@@ -24,6 +24,7 @@ from ftcli.training.memory import (
     find_micro_batch_size,
     with_micro_size,
 )
+from ftcli.training.out_of_memory import _remedies
 from ftcli.training.setup import prepare
 from ftcli.training.size_search import largest_that_fits
 
@@ -126,6 +127,17 @@ def test_search_counts_gradients_that_the_last_backward_pass_frees(make_inputs: 
 
     run = prepare(cell(make_inputs(), "sft-tied"), cpu=True)
     assert _train_window(run, _longest_rows(run, 2), 1, 2, Falling()) == 7
+
+
+def test_remedies_name_the_host_if_recomputed_layers_keep_their_inputs_on_the_device(make_inputs: MakeInputs) -> None:
+    def remedies(**model: Any) -> str:
+        recipe = cell(make_inputs(), "sft-tied")
+        changed = recipe.model_copy(update={"model": recipe.model.model_copy(update=model)})
+        return "\n".join(_remedies(prepare(changed, cpu=True)))
+
+    assert "activation_offloading to true" in remedies(gradient_checkpointing="full", activation_offloading=False)
+    assert "activation_offloading" not in remedies(gradient_checkpointing="full", activation_offloading=True)
+    assert "activation_offloading" not in remedies(gradient_checkpointing="none")
 
 
 def test_try_out_of_a_stream_uses_rows_of_maximum_length() -> None:

@@ -176,6 +176,10 @@ def trained(folder: Path, name: str = "sft-tied", **model: Any) -> tuple[Run, li
     return run, losses, graphs
 
 
+OFFLOADED: dict[str, Any] = {"name": "x", "activation_offloading": True}
+QLORA: dict[str, Any] = {"model": {"name": "x", "quantization": {"load_in_4bit": True}}, "adapter": {"type": "lora"}}
+
+
 def decided(
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -186,15 +190,16 @@ def decided(
     tokens: int = 2_000_000,
     precision: str = "bf16",
     steps: int = 10_000,
+    whole: bool = True,
+    **sections: Any,
 ) -> tuple[bool, list[str]]:
     """Return the choice for a recipe without model.torch_compile, and the log lines. `tokens`: tokens of an epoch."""
     monkeypatch.setattr("ftcli.training.compilation.is_installed", lambda name: name == "triton")
     plan = Plan(1, 10, 10, 1, rows=1000, steps_per_epoch=100, steps=steps, warmup_steps=0)
     rows = PreparedRows(Dataset.from_dict({"input_ids": [[0] * (tokens // 1000)] * 1000}), None, {})
-    given = recipe("x", precision=precision)
-    chosen, message = choose_compile(
-        large() if of is None else of, given, plan, rows, recomputed, device_type=place, may_compile=may
-    )
+    given = recipe("x", precision=precision, **sections)
+    how: dict[str, Any] = {"device_type": place, "may_compile": may, "is_whole": whole}
+    chosen, message = choose_compile(large() if of is None else of, given, plan, rows, recomputed, **how)
     return bool(chosen.model.torch_compile), message
 
 
@@ -210,6 +215,8 @@ def test_compile_default_of_a_long_gpu_run_compiles_supported_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert decided(monkeypatch) == (True, [])
+    assert decided(monkeypatch, **QLORA) == (True, [])
+    assert decided(monkeypatch, recomputed="full", model=OFFLOADED | {"gradient_checkpointing": "full"}) == (True, [])
     assert decided(monkeypatch, tokens=20_000) == (True, [])  # 200 tokens a pass: the device waits for Python
     given, rows = compiled_recipe(), PreparedRows(Dataset.from_dict({}), None, {})
     plan = Plan(1, 10, 10, 1, rows=1, steps_per_epoch=1, steps=1, warmup_steps=0)
@@ -226,6 +233,8 @@ def test_compile_default_of_a_long_gpu_run_compiles_supported_layers(
         ({"precision": "fp32"}, "fp32 is meant for exact results"),
         ({"recomputed": "selective"}, "cannot be combined with the memory saving"),
         ({"may": False}, "hooks inside layers"),
+        (QLORA | {"whole": False}, "4-bit weights are in shards"),
+        ({"model": OFFLOADED | {"gradient_checkpointing": "none"}}, "cannot be combined with the memory saving"),
     ],
 )
 def test_compile_default_without_gain_logs_the_reason(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from ftcli.models.kernels.host_embeddings import HostLookup, remember_on_host
+from ftcli.models.kernels.host_embeddings import HostLookup, movable_bytes, remember_on_host
+from ftcli.runtime.errors import InputError
+
+from ..estimates.test_memory_estimate import recipe
 
 
 def test_host_lookup_returns_the_rows_of_ids_of_any_shape() -> None:
@@ -25,3 +29,28 @@ def test_host_lookup_uses_the_copy_of_ids_on_the_host() -> None:
     assert lookup(ids).equal(table[5:])
     ids[0] = 3  # then the copy is of other ids
     assert lookup(ids).equal(table[[3, 2]])
+
+
+class Own(torch.nn.Module):
+    """A model of a user, whose forward function reads the weight of its embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(10, 4).requires_grad_(False)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embed
+
+
+class Faulty(Own):
+    def get_input_embeddings(self) -> torch.nn.Module:
+        raise RuntimeError("no text here")
+
+
+def test_auto_leaves_the_embeddings_of_models_that_it_does_not_know() -> None:
+    adapted = recipe(adapter={"type": "lora"})
+    assert movable_bytes(Own(), adapted) == movable_bytes(Faulty(), adapted) == 0
+    asked = recipe(adapter={"type": "lora"}, model={"name": "m", "embeddings_on_host": True})
+    assert movable_bytes(Own(), asked) == 10 * 4 * 4, "the recipe decides"
+    with pytest.raises(InputError, match="the input embeddings of Faulty are no plain table"):
+        movable_bytes(Faulty(), asked)

@@ -97,7 +97,7 @@ def _starting_values(
         "task": task,
         "seed": 0,
         "precision": "fp32",
-        "model": {"name": model, "dropout": 0, "gradient_checkpointing": False},
+        "model": {"name": model, "dropout": 0, "gradient_checkpointing": "auto"},
         "adapter": {"type": "none"},
         "data": {"train": _source(data, "train"), **evaluation, "columns": {}},
         "batch": {"global_size": 32, "micro_size": "auto"},

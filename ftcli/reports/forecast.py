@@ -17,7 +17,12 @@ from ftcli.models.estimates.memory_estimate import (
     MemoryEstimate,
     has_fresh_gradients,
 )
-from ftcli.models.estimates.memory_saving import MemorySaving, estimate_saving, savings_to_try
+from ftcli.models.estimates.memory_saving import (
+    MemorySaving,
+    estimate_saving,
+    offloads_without_recomputing,
+    savings_to_try,
+)
 from ftcli.models.estimates.pass_budget import FULL_TOKENS, enough_tokens
 from ftcli.models.estimates.step_time import StepTime, estimate_step
 from ftcli.models.estimates.step_work import Kernels, Rows
@@ -287,8 +292,9 @@ def _compiles(shares: ShardCounts, target: Target, plan: Plan, mode: str) -> boo
         return False
     if recipe.model.torch_compile is not None:
         return bool(recipe.model.torch_compile)
-    offloads_all = recipe.model.activation_offloading is True and recipe.model.gradient_checkpointing == "none"
-    if not architecture_of(target.model_type).compiles_layers or recipe.precision == "fp32" or offloads_all:
+    if not architecture_of(target.model_type).compiles_layers or recipe.precision == "fp32":
+        return False
+    if offloads_without_recomputing(recipe):
         return False
     if plan.steps is None:
         return True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.data.packing import lengths_of
 from ftcli.models.architectures import architecture_of
+from ftcli.models.estimates.memory_saving import offloads_without_recomputing
 from ftcli.models.estimates.pass_budget import FULL_TOKENS, enough_tokens
 from ftcli.models.estimates.shape import Shape
 from ftcli.models.kernels.compile import COMPILERS, HOOKS, LEAST_SAVED, compile_problem, seconds_saved
@@ -84,8 +85,7 @@ def _reason_not_to_compile(
         return f"no gain is known for models of type {kind}"
     if recipe.precision == "fp32":
         return "fp32 is meant for exact results"
-    offloads_all = recipe.model.activation_offloading is True and recipe.model.gradient_checkpointing == "none"
-    if offloads_all or recomputed == "selective":
+    if offloads_without_recomputing(recipe) or recomputed == "selective":
         return "it cannot be combined with the memory saving of this run"
     if not may_compile:
         return HOOKS

@@ -130,6 +130,11 @@ def choose_saving(
     return saving, describe_estimate(estimates[saving], capacity, batch if sizes.shape else None, saving, reason)
 
 
+def offloads_without_recomputing(recipe: Recipe) -> bool:
+    """Return whether all activations are on the host and nothing is recomputed. Layers are not compiled then."""
+    return recipe.model.activation_offloading is True and recipe.model.gradient_checkpointing == "none"
+
+
 def check_host_table(recipe: Recipe) -> None:
     """Check that the head of a local language model has a table of its own, if the recipe puts embeddings on the host.
 

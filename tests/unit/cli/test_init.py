@@ -35,6 +35,8 @@ def test_write_recipe_of_every_task_loads_without_changes(task: str, tmp_path: P
     assert path == tmp_path / "mine.yaml"
     assert (recipe.task, recipe.model.name, recipe.data.train.path) == (task, "org/model", "rows.jsonl")
     assert recipe.data.eval is None and recipe.data.eval_rows > 0
+    saving = recipe.model.gradient_checkpointing, recipe.model.activation_offloading, recipe.model.embeddings_on_host
+    assert saving == ("auto", "auto", "auto"), "so that the run fits a small GPU"
     sections = [line.partition(":")[0] for line in path.read_text().splitlines() if line[:1].isalpha()]
     assert set(sections) == set(Recipe.model_fields) - {"output"}
 

@@ -24,7 +24,7 @@ from ftcli.hardware.zero3_hooks import hasten_hooks
 from ftcli.hardware.zero3_leaf_modules import leaves_of, reduce_after_last_pass
 from ftcli.hardware.zero3_linear import replace_linear
 from ftcli.hardware.zero3_patches import SIXTEEN_BIT_GRADIENTS, install_step_patches, send_16_bit_gradients
-from ftcli.hardware.zero3_step import hasten_step
+from ftcli.hardware.zero3_step import hasten_step, sub_group_size
 from ftcli.models.precision import AUTOCAST
 from ftcli.models.structure import layers_of
 from ftcli.runtime.patches import declare
@@ -169,8 +169,10 @@ class DeepSpeed(Backend):
         # up to the eighth. The other layers would run without compilation.
         if COMPILED_LINEAR.is_usable():
             torch.compiler.allow_in_graph(linear.zero3_linear_wrap)
+        zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        if _is_stage_3():
+            zero.setdefault("sub_group_size", sub_group_size(model, accelerator.num_processes))
         if layers:
-            zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
             whole = zero.get("stage3_param_persistence_threshold", PERSISTENT_SIZE)  # up to this size, never gathered
             sizes = [[weight.numel() for weight in layer.parameters()] for layer in layers]
             largest = max(sum(size for size in one if not isinstance(whole, int) or size > whole) for one in sizes)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftcli.hardware.zero3_leaf_modules import gather_after_current_stream
 from ftcli.hardware.zero3_patches import STAGE_3_OPTIMIZER
@@ -22,6 +22,9 @@ from ftcli.runtime.patches import declare, has_changed
 ZERO = "deepspeed.runtime.zero"
 WEIGHTS = f"{ZERO}.partition_parameters:Init"
 PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # private in DeepSpeed 0.19
+# A backward pass allocates the gradients of a rank in so many parts (DeepSpeed's sub-groups). A part has at least
+# LEAST_PART elements, because the optimizer steps on each part by itself, and at most DeepSpeed's default.
+PARTS, LEAST_PART, LARGEST_PART = 8, 50_000_000, 1_000_000_000
 ALIGNED = 512  # bytes between the starts of gathered weights, as in tensors of their own
 SMALL_WEIGHTS = declare(
     __name__,
@@ -71,11 +74,15 @@ GRADIENT_MEMORY = declare(
     "zero3-gradient-memory",
     library="deepspeed",
     versions=">=0.19.8,<0.20",
-    purpose="Frees the buffer of gradients after a step, until the next backward pass has gradients",
-    without="The buffer, 4 bytes for each element of the rank's shard, then stays in memory during the forward pass. "
+    purpose="Frees the gradients after a step, and allocates those of each sub-group when its first gradient arrives",
+    without="All gradients, 4 bytes for each element of the rank's shard, are then in memory during the forward pass. "
     "Without `zero3-gradient-buffer` too, a weight that a step does not use is stepped with its last gradient.",
-    alternative="None: DeepSpeed allocates the buffer once.",
-    apis=(f"{STAGE_3_OPTIMIZER}.grad_partitions_flat_buffer", f"{STAGE_3_OPTIMIZER}.step"),
+    alternative="None: DeepSpeed allocates one buffer once.",
+    apis=(
+        *(f"{STAGE_3_OPTIMIZER}.{name}" for name in ("grad_partitions_flat_buffer", "fp16_groups", "step")),
+        f"{STAGE_3_OPTIMIZER}.{PARTITIONS}",
+        f"{WEIGHTS}.partition_numel",
+    ),
     measurement="../explanation/performance.md",
 )
 STREAM_WAITS = declare(
@@ -103,6 +110,17 @@ class OrderedStream(torch.cuda.Stream):
         torch.cuda.current_stream().wait_stream(self)
 
 
+def sub_group_size(model: nn.Module, processes: int) -> int:
+    """Return the elements of a rank's shard whose gradients are allocated and stepped together.
+
+    Args:
+        model: The unprepared model.
+        processes: Number of ranks.
+    """
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return min(max(trained // (PARTS * processes), LEAST_PART), LARGEST_PART)
+
+
 def hasten_step(engine: Any) -> None:
     """Install the patches of this module on a DeepSpeed engine. An optimizer on the host keeps DeepSpeed's step.
 
@@ -122,8 +140,9 @@ def hasten_step(engine: Any) -> None:
         zero._reassign_or_swap_out_partitioned_parameters = partial(_reassign_copies, zero, reassign)
         zero.partition_grads = partial(_add_to_buffer, zero, zero.partition_grads)
     if GRADIENT_MEMORY.is_usable():
-        zero.partition_grads = partial(_allocate_and_add, zero, zero.partition_grads)
-        zero.step = partial(_step_and_free, zero, zero.step)
+        buffers = divide_buffer(zero)
+        zero.partition_grads = partial(_allocate_and_add, buffers, zero.partition_grads)
+        zero.step = partial(_step_and_free, zero, buffers, zero.step)
     elif GRADIENT_BUFFER.is_usable():  # its step divides the gradients in place
         zero.step = partial(_step_and_clear, zero, zero.step)
     stream = zero.reduce_and_partition_stream
@@ -244,17 +263,46 @@ def _add_to_buffer(
     return buffers
 
 
+Buffers = dict[int, Tensor]
+
+
+def divide_buffer(zero: Any) -> Buffers:
+    """Replace DeepSpeed's buffer of gradients by one for each sub-group, which has no memory yet.
+
+    A backward pass then allocates the gradients of a sub-group when the activations of later layers are already freed.
+
+    Args:
+        zero: DeepSpeed's stage-3 optimizer.
+
+    Returns:
+        The buffer of each weight, by the number that DeepSpeed gives the weight. Weights of a sub-group share one.
+    """
+    whole, partitions, buffers = zero.grad_partitions_flat_buffer, getattr(zero, PARTITIONS), {}
+    zero.grad_partitions_flat_buffer = None
+    whole.untyped_storage().resize_(0)
+    for weights in zero.fp16_groups:
+        sizes = [weight.partition_numel() for weight in weights]
+        buffer = whole.new_empty(sum(sizes))
+        for weight, part in zip(weights, buffer.split(sizes), strict=True):
+            partitions[weight.ds_id], buffers[weight.ds_id] = part, buffer
+        buffer.untyped_storage().resize_(0)
+    return buffers
+
+
 def _allocate_and_add(
-    zero: Any, add: Callable[[list[Any], list[Tensor]], list[Tensor]], weights: list[Any], shards: list[Tensor]
+    buffers: Buffers,
+    add: Callable[[list[Any], list[Tensor]], list[Tensor]],
+    weights: list[Any],
+    shards: list[Tensor],
 ) -> list[Tensor]:
-    """Allocate the buffer of gradients if it is freed, then add to it."""
-    _allocate_buffer(zero)
+    """Allocate the buffers of weights that are freed, then add gradients to them."""
+    for weight in weights:
+        _allocate(buffers[weight.ds_id])
     return add(weights, shards)
 
 
-def _allocate_buffer(zero: Any) -> None:
-    """Allocate the buffer of gradients if it is freed. It has zeros, which are the gradients of unused weights."""
-    buffer = zero.grad_partitions_flat_buffer
+def _allocate(buffer: Tensor) -> None:
+    """Allocate a buffer of gradients if it is freed. It has zeros, which are the gradients of unused weights."""
     if not buffer.untyped_storage().size():
         buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
         buffer.zero_()
@@ -266,15 +314,16 @@ def _step_and_clear(zero: Any, step: Callable[[], None]) -> None:
     zero.grad_partitions_flat_buffer.zero_()
 
 
-def _step_and_free(zero: Any, step: Callable[[], None]) -> None:
-    """Step, then free the buffer of gradients when the device is done with it.
+def _step_and_free(zero: Any, buffers: Buffers, step: Callable[[], None]) -> None:
+    """Step, then free the buffers of gradients when the device is done with them.
 
-    The buffer is still freed if no weight of this rank had a gradient. DeepSpeed reads it all the same.
+    A buffer is still freed if no weight of its sub-group had a gradient. DeepSpeed reads it all the same.
     """
-    _allocate_buffer(zero)
+    for buffer in buffers.values():
+        _allocate(buffer)
     step()
-    buffer = zero.grad_partitions_flat_buffer
     zero.averaged_gradients = {}
-    if buffer.is_cuda:  # allocated on the stream of sums
-        buffer.record_stream(torch.cuda.current_stream())
-    buffer.untyped_storage().resize_(0)
+    for buffer in {id(buffer): buffer for buffer in buffers.values()}.values():
+        if buffer.is_cuda:  # allocated on the stream of sums
+            buffer.record_stream(torch.cuda.current_stream())
+        buffer.untyped_storage().resize_(0)

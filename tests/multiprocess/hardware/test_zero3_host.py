@@ -30,10 +30,12 @@ def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str) -> dict[str
     from deepspeed.runtime.zero import partition_parameters
 
     from ftcli.hardware import deepspeed
+    from ftcli.hardware.zero3_step import PARTITIONS
     from ftcli.loop import steps
     from ftcli.training.setup import prepare
 
-    patch.setattr(deepspeed, "STAGE_3", {"reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 100})
+    sizes = {"reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 100, "sub_group_size": 4000}
+    patch.setattr(deepspeed, "STAGE_3", sizes)
     count = Counter[str]()
 
     def counting(owner: Any, name: str, what: str) -> None:
@@ -42,7 +44,11 @@ def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str) -> dict[str
 
     run: Any = prepare(cell(folder, "sft-untied", precision=precision, train={"max_steps": STEPS}), cpu=True)
     zero = run.model.optimizer
-    buffer, held = zero.grad_partitions_flat_buffer, []
+    partitions, held = getattr(zero, PARTITIONS).values(), []
+
+    def memory() -> dict[int, int]:
+        return {part.untyped_storage().data_ptr(): part.untyped_storage().size() for part in partitions}
+
     counting(torch.distributed, "all_gather_into_tensor", "gathers")
     counting(comm, "all_gather_into_tensor", "gathers")  # DeepSpeed's own
     counting(torch.nn.Module, "named_parameters", "searches for weights")
@@ -50,15 +56,23 @@ def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str) -> dict[str
     counting(torch, "split_with_sizes_copy", "copies of layers")
     counting(partition_parameters.MultipleAllGatherHandles, "wait", "waits")
     counting(get_accelerator(), "range_push", "ranges")
-    run.hardware.unwrap(run.model).register_forward_pre_hook(lambda *_: held.append(buffer.untyped_storage().size()))
+    run.hardware.unwrap(run.model).register_forward_pre_hook(lambda *_: held.append(sum(memory().values())))
     update, on_buffer = zero._optimizer_step, []
 
     def observed(group: int) -> None:
         gradient = zero.fp32_partitioned_groups_flat[group].grad
-        on_buffer.append(gradient.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr())
+        on_buffer.append(gradient.untyped_storage().data_ptr() in memory())
         update(group)
 
     zero._optimizer_step = observed
+    add, during = zero.partition_grads, []
+
+    def recorded(*arguments: Any) -> Any:
+        added = add(*arguments)
+        during.append(sum(memory().values()))
+        return added
+
+    zero.partition_grads = recorded
     step, in_step = zero.step, Counter[str]()
 
     def counted_step() -> None:
@@ -80,6 +94,7 @@ def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str) -> dict[str
         "small weights": small,
         "on buffer": all(on_buffer),
         "bytes held": max(held[2 * run.plan.accumulation :: run.plan.accumulation]),
+        "bytes after each bucket": during[: len(during) // STEPS],
         "windows": run.plan.accumulation,
         **last,
     }
@@ -131,6 +146,13 @@ def test_zero3_gradients_have_no_memory_in_the_next_forward_pass(ranks: list[dic
     for rank in ranks:
         assert rank[""]["windows"] > 1
         assert rank["zero3-gradient-memory"]["bytes held"] > 0 == rank[""]["bytes held"]
+
+
+def test_zero3_gradients_are_allocated_one_sub_group_after_another(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in ranks:
+        growing, at_once = (rank[name]["bytes after each bucket"] for name in ("", "zero3-gradient-memory"))
+        assert growing == sorted(growing) and 0 < growing[0] < growing[-1]
+        assert set(at_once) == {growing[-1]}
 
 
 def test_zero3_hooks_do_not_search_for_weights_or_mark_ranges(ranks: list[dict[str, dict[str, Any]]]) -> None:

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from ftcli.hardware.zero3_step import OrderedStream, _allocate_and_add, _step_and_clear, _step_and_free, adjacent
+from ftcli.hardware.zero3_step import (
+    LARGEST_PART,
+    LEAST_PART,
+    PARTITIONS,
+    PARTS,
+    OrderedStream,
+    _allocate_and_add,
+    _step_and_clear,
+    _step_and_free,
+    adjacent,
+    divide_buffer,
+    sub_group_size,
+)
 
 
 def test_adjacent_of_neighbours_in_one_buffer_is_a_view_of_all() -> None:
@@ -44,32 +56,63 @@ def test_ordered_stream_makes_the_current_stream_wait_and_not_the_host(monkeypat
     assert waited == [stream]
 
 
-def buffer_of_gradients() -> tuple[Any, list[float]]:
-    """Return an optimizer with a buffer of gradients, and the list to which its step adds their sum."""
+def optimizer_with_gradients() -> tuple[Any, list[float]]:
+    """Return an optimizer with two sub-groups of one weight each, and the list to which its step adds all gradients."""
     sums: list[float] = []
-    zero: Any = SimpleNamespace(grad_partitions_flat_buffer=torch.ones(4), averaged_gradients={0: []})
-    zero.step = lambda: sums.append(float(zero.grad_partitions_flat_buffer.sum()))
+    weights = [
+        SimpleNamespace(ds_id=number, partition_numel=lambda size=size: size) for number, size in enumerate((4, 2))
+    ]
+    whole = torch.ones(6)
+    zero: Any = SimpleNamespace(fp16_groups=[[weight] for weight in weights], averaged_gradients={0: []})
+    setattr(zero, PARTITIONS, dict(enumerate(whole.split([4, 2]))))
+    zero.grad_partitions_flat_buffer = whole
+    zero.step = lambda: sums.append(sum(float(part.sum()) for part in getattr(zero, PARTITIONS).values()))
     return zero, sums
 
 
-def test_a_freed_buffer_is_allocated_with_zeros_for_gradients_and_for_a_step_without_any() -> None:
-    zero, sums = buffer_of_gradients()
+def test_gradients_of_a_sub_group_are_allocated_with_zeros_at_its_first_gradient_or_in_a_step() -> None:
+    zero, sums = optimizer_with_gradients()
+    whole = zero.grad_partitions_flat_buffer
+    buffers = divide_buffer(zero)
+
+    def sizes() -> list[int]:
+        return [part.untyped_storage().size() for part in getattr(zero, PARTITIONS).values()]
 
     def add(weights: list[Any], shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        zero.grad_partitions_flat_buffer[1] += 5
+        getattr(zero, PARTITIONS)[weights[0].ds_id][1] += 5
         return shards
 
-    _step_and_free(zero, zero.step)
-    assert zero.grad_partitions_flat_buffer.untyped_storage().size() == 0 and zero.averaged_gradients == {}
-    _allocate_and_add(zero, add, [], [])
-    _allocate_and_add(zero, add, [], [])
-    _step_and_free(zero, zero.step)
-    _step_and_free(zero, zero.step)  # no weight of this rank had a gradient
-    assert sums == [4.0, 10.0, 0.0]
+    (first,), (second,) = zero.fp16_groups
+    assert sizes() == [0, 0] and whole.untyped_storage().size() == 0 and zero.grad_partitions_flat_buffer is None
+    _allocate_and_add(buffers, add, [second], [])
+    _allocate_and_add(buffers, add, [second], [])
+    assert sizes() == [0, 8]
+    _allocate_and_add(buffers, add, [first], [])
+    _step_and_free(zero, buffers, zero.step)
+    assert sizes() == [0, 0] and zero.averaged_gradients == {}
+    _step_and_free(zero, buffers, zero.step)  # no weight of this rank had a gradient
+    assert sums == [15.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("trained", "frozen", "elements"),
+    [
+        (8, 0, LEAST_PART),
+        (PARTS * 2 * LEAST_PART + PARTS * 2 * 7, 0, LEAST_PART + 7),
+        (PARTS * 2 * LEAST_PART, PARTS * 2 * LEAST_PART, LEAST_PART),
+        (PARTS * 2 * (LARGEST_PART + 7), 0, LARGEST_PART),
+    ],
+)
+def test_sub_groups_are_a_share_of_the_trained_weights_of_a_rank(trained: int, frozen: int, elements: int) -> None:
+    model = torch.nn.Module()
+    for name, size in (("trained", trained), ("frozen", frozen)):
+        weight = torch.nn.Parameter(torch.empty(size, device="meta"), requires_grad=name == "trained")
+        model.register_parameter(name, weight)
+    assert sub_group_size(model, 2) == elements
 
 
 def test_step_and_clear_leaves_no_gradient_to_weights_that_the_next_step_does_not_use() -> None:
-    zero, sums = buffer_of_gradients()
+    zero, sums = optimizer_with_gradients()
     _step_and_clear(zero, zero.step)
     _step_and_clear(zero, zero.step)
-    assert sums == [4.0, 0.0]
+    assert sums == [6.0, 0.0]

@@ -64,6 +64,7 @@ ELSEWHERE = {
     "deepspeed-cpu-extension": "without it DeepSpeed compiles an extension",
     "flash-attention-calls": "needs a GPU",
     "float32-modules": "changes a check, and no run",
+    "four-bit-outputs": "needs bitsandbytes",
     "fork-server": "starts test processes",
     "import-structure": "applies to the first import of a process: unit/hardware/test_import_structure.py",
     "fused-lengths": "needs a GPU",

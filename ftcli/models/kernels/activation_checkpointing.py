@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ftcli.models.kernels.tiled_mlp import checkpoint_contexts
+from ftcli.models.kernels.unread_outputs import checkpoint_contexts
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
 

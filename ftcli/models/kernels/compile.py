@@ -148,6 +148,8 @@ def compile_layers(
         return []
     import torch._dynamo
 
+    from ftcli.models.kernels.unread_outputs import leave_out_unread_outputs
+
     check_compile(recipe)
     if (problem := compile_problem()) is not None:
         return [f"torch_compile: none, {problem}"]
@@ -161,6 +163,7 @@ def compile_layers(
     _use_a_symbol_for_each_size()
     _specialize_floats()
     _recompute_cheap_results(recipe, recomputed)
+    leave_out_unread_outputs(model, recomputed)
     for layer in layers:
         # Only above a layer that trains something: below it the backward pass has nothing to do.
         trains = any(parameter.requires_grad for parameter in layer.parameters())

@@ -13,8 +13,7 @@ follows. The output is not computed again then.
 
 from __future__ import annotations
 
-import threading
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from ftcli.models.architectures import architecture_of
 from ftcli.models.estimates.memory_estimate import tiles_of_pass
 from ftcli.models.kernels.norm_casts import cast
+from ftcli.models.kernels.unread_outputs import recomputation
 from ftcli.models.structure import base_model_of, layers_of
 
 if TYPE_CHECKING:
@@ -155,26 +155,6 @@ def norm_and_multiply_in_graph(norm: Any, mlp: Any, hidden: Tensor) -> Tensor:
     return result
 
 
-class _Recomputation(threading.local):
-    """Whether gradient checkpointing is recomputing a layer in this thread; a context for the recomputation."""
-
-    runs = False
-
-    def __enter__(self) -> None:
-        self.runs = True
-
-    def __exit__(self, *error: object) -> None:
-        self.runs = False
-
-
-_recomputation = _Recomputation()
-
-
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a checkpointed layer's forward pass and recomputation, for `context_fn`."""
-    return nullcontext(), _recomputation
-
-
 class _TiledMlp(torch.autograd.Function):
     """The MLP of the norm of `hidden` `[1, N, H]`, which stores its input only and recomputes tiles."""
 
@@ -185,7 +165,7 @@ class _TiledMlp(torch.autograd.Function):
         ctx.tiling, ctx.parameters = tiling, parameters
         ctx.autocast = _autocast_state(hidden.device.type)
         ctx.random = _random_state(hidden.device) if tiling.draws else None
-        if _recomputation.runs and not tiling.keeps_output and tiling.dtype is not None:
+        if recomputation.runs and not tiling.keeps_output and tiling.dtype is not None:
             # Checkpointing ends the recomputation as soon as `hidden` is stored. A layer that does read the output gets
             # gradients that are not numbers, instead of wrong ones.
             return torch.full((), torch.nan, dtype=tiling.dtype, device=hidden.device).expand_as(hidden)

@@ -10,7 +10,12 @@ import pytest
 import torch
 import yaml
 
-from ftcli.testing import run_on_processes
+from ftcli.loop import steps
+from ftcli.models.kernels import unread_outputs
+from ftcli.runtime import patches
+from ftcli.runtime.patches import WITHOUT
+from ftcli.testing import environment, run_on_processes
+from ftcli.training.setup import prepare
 
 from ..support.cells import cell, train_recipe
 from ..support.launches import ftcli_on_gpus
@@ -81,6 +86,27 @@ def test_4_bit_base_trains_resumes_and_exports(profile: str, inputs: Path, tmp_p
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     moved = [v for n, v in loaded.named_parameters() if ".lora_B." in n]
     assert moved and all(v.isfinite().all() and v.abs().max() > 0 for v in moved)
+
+
+def test_recomputed_4_bit_layers_leave_products_out_and_keep_the_curve(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_out: list[int] = []
+    unread = unread_outputs._unread
+    monkeypatch.setattr(unread_outputs, "_unread", lambda x, n: (left_out.append(n), unread(x, n))[1])
+    model = {"name": str(inputs / "untied"), "dropout": 0.0, "quantization": {"load_in_4bit": True}}
+    model |= {"gradient_checkpointing": "full", "torch_compile": True}
+    curves = []
+    for without in ("four-bit-outputs", ""):
+        patches.clear_caches()
+        torch._dynamo.reset()
+        with environment(**{WITHOUT: without}):
+            run = prepare(cell(inputs, "sft-lora", model=model, adapter=LORA, precision="bf16"))
+            curves.append([(step.loss, step.grad_norm) for step in steps(run)])
+            run.hardware.release(run.model)
+        assert bool(left_out) is not bool(without)
+    for expected, found in zip(*curves, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.fixture(scope="module")

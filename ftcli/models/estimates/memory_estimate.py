@@ -6,6 +6,7 @@ on GPUs may differ by a fifth; `batch.micro_size: auto` measures instead. The mo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ USABLE_FRACTION = 0.9  # of a device's memory; driver, communication buffers and
 # Largest number of logits in one chunk of linear_cross_entropy.py, unless a single row has more. 2^28 bfloat16 logits
 # are 512 MiB. Chunks are large because each one reads and writes the whole gradient of the head's weight.
 MAX_LOGITS_PER_CHUNK = 2**28
+# ZeRO-3 allocates the gradients of a rank in so many parts of so many bytes at least (hardware/zero3_step.py).
+GRADIENT_PARTS, LEAST_GRADIENTS = 8, 200_000_000
 # Tiles of tokens in which tiled_mlp.py computes the MLP of a recomputed layer. In 4 bits each tile dequantizes the
 # weights again, which takes about a tenth of the time of its products.
 TILE_TOKENS, MOST_TILES = 2048, 64
@@ -116,7 +119,10 @@ def estimate_memory(
     if mode in OF_WHOLE_LAYERS or (compiled and how["adapter"]):
         has_tiles = mode == "tiled" and tiles_mlps(recipe, shape, shares)
         tile = min(batch, max(TILE_TOKENS, -(-batch // MOST_TILES))) if has_tiles else batch
-        computing = shape.recomputed_bytes(recipe.precision, current, is_fused=how["fused"], tokens=batch, tile=tile)
+        scaled = compiled and scales_inside_adapters(recipe)
+        computing = shape.recomputed_bytes(
+            recipe.precision, current, is_fused=how["fused"], tokens=batch, tile=tile, scaled=scaled
+        )
     else:
         computing = batch * current
     layer = shape.activation_bytes(recipe.precision, mode, compiled=compiled, **how)
@@ -124,7 +130,8 @@ def estimate_memory(
     uses["activations"] = batch * on_device * layer + computing
     on_host["activation_offloading"] = batch * layer * (shape.layers - on_device)
     if fresh_gradients:
-        uses["gradients"] = max(0, uses["gradients"] - uses["activations"])
+        first = min(uses["gradients"], max(uses["gradients"] // GRADIENT_PARTS, LEAST_GRADIENTS)) * shares.is_stage_3
+        uses["gradients"] = max(first, uses["gradients"] - uses["activations"])
     if uses_vocabulary_logits(recipe):
         size = COMPUTE_BYTES[recipe.precision] + 8 * shape.changes_logits
         chunk = min(batch, max(1, MAX_LOGITS_PER_CHUNK // max(shape.vocabulary, 1))) * shape.vocabulary
@@ -142,6 +149,19 @@ def estimate_memory(
         freed = uses["activations"] + uses.get("logits", 0)
         uses["arriving gradients"] = max(0, arriving + gradients - freed)
     return MemoryEstimate(uses, on_host)
+
+
+def scales_inside_adapters(recipe: Recipe) -> bool:
+    """Return whether the LoRA layers of a recipe scale small tensors (kernels/adapter_scaling.py).
+
+    Args:
+        recipe: The recipe.
+    """
+    adapter = recipe.adapter
+    if adapter.type == "none" or adapter.use_dora or recipe.precision != "bf16":
+        return False
+    scaling = adapter.lora_alpha / (math.sqrt(adapter.r) if adapter.use_rslora else adapter.r)
+    return math.frexp(scaling)[0] == 0.5  # a power of two
 
 
 def tiles_mlps(recipe: Recipe, shape: Shape | None, shares: ShardCounts) -> bool:
@@ -190,12 +210,10 @@ def uses_vocabulary_logits(recipe: Recipe) -> bool:
 
 
 def has_fresh_gradients(shares: ShardCounts, plan: Plan) -> bool:
-    """Return whether each backward pass allocates the gradients. DDP's buckets and ZeRO-2 allocate them once.
-
-    ZeRO-3 frees them after a step (zero3_step.py). That is not counted here, so the estimate is too high there.
-    """
+    """Return whether each backward pass allocates the gradients. DDP's buckets and ZeRO-2 allocate them once."""
     has_buckets = plan.processes > 1 and shares.gradients == 1
-    return plan.accumulation == 1 and not has_buckets and not shares.zero_stage
+    is_fresh = not shares.zero_stage or (shares.is_stage_3 and shares.gradients > 0)
+    return plan.accumulation == 1 and not has_buckets and is_fresh
 
 
 def has_frozen_16_bit_weights(recipe: Recipe) -> bool:

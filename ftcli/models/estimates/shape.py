@@ -226,7 +226,9 @@ class Shape:
         inside = (3 if self.has_gate else 2) * self.inner + 2 * self.attention + 2 * self.keys
         return size * (inside + 4 * self.hidden)
 
-    def recomputed_bytes(self, precision: str, activations: int, *, is_fused: bool, tokens: int, tile: int) -> int:
+    def recomputed_bytes(
+        self, precision: str, activations: int, *, is_fused: bool, tokens: int, tile: int, scaled: bool = False
+    ) -> int:
         """Return the bytes of a layer that is recomputed and differentiated.
 
         With tiles, the inner tensors of the feed-forward exist for one tile only. The larger one of two moments counts:
@@ -239,12 +241,15 @@ class Shape:
             is_fused: Whether the layer is compiled, or has Liger's norms and gate.
             tokens: Tokens of the pass.
             tile: The most tokens for which the feed-forward is computed at once.
+            scaled: Whether the layer is compiled, and its LoRA adapters scale small tensors. Two gradients of the
+                feed-forward's tensors are then not copied.
         """
-        gradients = self.gradient_bytes(precision)
+        size = COMPUTE_BYTES[precision]
+        copied = 2 * size * self.inner if scaled and self.has_gate else 0
+        gradients = self.gradient_bytes(precision) - copied
         if tile == tokens:
             return tokens * (activations + gradients)
-        size = COMPUTE_BYTES[precision]
-        products, gradients_of_products = (3 if is_fused else 4) * size * self.inner, 3 * size * self.inner
+        products, gradients_of_products = (3 if is_fused else 4) * size * self.inner, 3 * size * self.inner - copied
         outside = activations - products
         return max(
             tokens * (outside + 2 * size * self.hidden) + tile * (products + gradients_of_products),

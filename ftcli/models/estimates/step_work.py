@@ -120,8 +120,9 @@ def count_work(
     traffic += plan.accumulation * _weight_traffic(recipe, size, shape, shares, kernels)
     traffic += _head_traffic(recipe, shape, tokens * rows.trained) + _clip_traffic(recipe, size, shares)
     host = plan.accumulation * _offloaded_bytes(recipe, size, shape, shares)
+    products = passes * shape.layer_products - 2 * _left_out(recipe, shape, shares, kernels)
     return Work(
-        layer_flops=tokens * passes * shape.layers * shape.layer_products,
+        layer_flops=tokens * shape.layers * products,
         other_flops=tokens * (adapter + head),
         attention_flops=tokens * attention,
         traffic=traffic + (of_optimizer if shares.optimizer else 0),
@@ -130,6 +131,22 @@ def count_work(
         host_layers=plan.accumulation * shape.layers * (4 / 3 if kernels.mode in OF_WHOLE_LAYERS else 1),
         updated_on_host=0 if shares.optimizer else of_optimizer / plan.processes,
     )
+
+
+def _left_out(recipe: Recipe, shape: Shape, shares: ShardCounts, kernels: Kernels) -> int:
+    """Return the weights of a layer's product that recomputation leaves out (kernels/unread_outputs.py).
+
+    That is the last one. ZeRO-3 multiplies by functions of its own and computes it again.
+    """
+    is_sharded_by_deepspeed = shares.is_stage_3 and shares.weights != 1
+    if (
+        kernels.mode not in OF_WHOLE_LAYERS
+        or not kernels.compiled
+        or recipe.precision == "fp8"
+        or is_sharded_by_deepspeed
+    ):
+        return 0
+    return shape.hidden * shape.inner if shape.tiles_mlp and not shape.norms_outputs else 0
 
 
 def layer_traffic(recipe: Recipe, size: ModelSize, shape: Shape, kernels: Kernels) -> float:
@@ -167,6 +184,7 @@ def _weight_traffic(recipe: Recipe, size: ModelSize, shape: Shape, shares: Shard
         traffic += 12 * size.trained / max(1, shares.weights)
     if recipe.model.quantization is not None:  # 4 bits are read and 16 written, for each pass over the layers
         traffic += 2.5 * weights * (3 if kernels.mode in OF_WHOLE_LAYERS else 2)
+        traffic -= 2.5 * shape.layers * _left_out(recipe, shape, shares, kernels)
     if recipe.precision == "fp8":  # whole weights: largest elements and rounding, forward and backward
         traffic += FP8_CASTS * 10 * weights
     if shares.weights != 1:

@@ -220,7 +220,7 @@ def _add_tile(
         sums: The gradients of the parameters, in float32 or wider. Those of the tile are added.
     """
     begin, end = tile
-    with torch.enable_grad():
+    with torch.enable_grad(), recomputation:  # nothing reads the values of `output`
         piece = hidden[:, begin:end].detach().requires_grad_(of_hidden is not None)
         output = tiling.whole(piece)
     inputs = [*parameters] if of_hidden is None else [piece, *parameters]

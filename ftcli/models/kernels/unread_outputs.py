@@ -1,4 +1,4 @@
-"""Leave out the last matrix product of a compiled layer while the backward pass recomputes the layer.
+"""Leave out the last matrix product of a compiled layer, or of a tile, while the backward pass recomputes it.
 
 The last product of a layer with a gated MLP is added to the residual stream. Gradients of the layer need its inputs,
 but not its result. Gradient checkpointing ends the recomputation of a layer that is not compiled at the last tensor
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ftcli.models.architectures import architecture_of
+from ftcli.models.estimates.shape import OF_WHOLE_LAYERS
 from ftcli.models.structure import base_model_of, layers_of
 from ftcli.runtime.patches import declare, has_changed
 
@@ -87,11 +88,11 @@ def leave_out_unread_outputs(model: nn.Module, recomputed: str) -> None:
     Args:
         model: The model, whose layers will be compiled. The classes of the last linear layers are replaced by
             subclasses.
-        recomputed: What the backward pass computes again; only the mode full leaves products out.
+        recomputed: What the backward pass computes again; only the modes full and tiled leave products out.
     """
     row = architecture_of(getattr(getattr(base_model_of(model), "config", None), "model_type", None))
     has_plain_products = isinstance(nn.functional.linear, BuiltinFunctionType)
-    if recomputed == "full" and has_plain_products and row.tiles_mlp and not row.norms_outputs:
+    if recomputed in OF_WHOLE_LAYERS and has_plain_products and row.tiles_mlp and not row.norms_outputs:
         for layer in layers_of(model):
             leave_out(layer.get_submodule(OUTPUT))
 

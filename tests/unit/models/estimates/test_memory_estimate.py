@@ -11,10 +11,14 @@ import pytest
 from ftcli.config.plan import derive_plan
 from ftcli.config.profile import ShardCounts, load_profile, profile_from_environment
 from ftcli.config.recipe import Recipe
+from ftcli.hardware.zero3_step import LEAST_PART, PARTS
 from ftcli.models.estimates.memory_estimate import (
+    GRADIENT_PARTS,
+    LEAST_GRADIENTS,
     MODES,
     MemoryEstimate,
     estimate_memory,
+    has_fresh_gradients,
 )
 from ftcli.models.estimates.memory_saving import choose_saving
 from ftcli.models.estimates.shape import ModelSize, Shape, measure_model
@@ -211,6 +215,8 @@ def test_estimate_every_precision_has_an_estimate(precision: str) -> None:
 
 LLAMA_8B = ModelSize(8_030_261_248, 0, Shape(32, 4096, 14336, 4096, 1024, 32, 128256, None))
 LLAMA_1B = ModelSize(1_235_814_400, 0, Shape(16, 2048, 8192, 2048, 512, 32, 128256, None))
+LLAMA_3B = ModelSize(3_212_749_824, 0, Shape(28, 3072, 8192, 3072, 1024, 24, 128256, None, ties_head=True))
+SEEN = {"8B": LLAMA_8B, "3B": LLAMA_3B, "1B": LLAMA_1B}
 LLAMA_1B_TIED = Shape(16, 2048, 8192, 2048, 512, 32, 128256, None, ties_head=True)
 
 
@@ -258,22 +264,43 @@ def test_estimate_of_several_small_passes_is_the_peak_that_was_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("profile", "processes", "mode", "measured"),
-    [("fsdp", 2, "none", 98.5), ("fsdp", 4, "none", 74.4), ("zero3", 2, "selective", 107.3)],
+    ("name", "profile", "processes", "measured"),
+    [
+        ("8B", "fsdp", 2, 98.5),
+        ("8B", "fsdp", 4, 74.4),
+        ("3B", "fsdp", 2, 46.8),
+        ("3B", "zero3", 2, 50.5),
+        ("1B", "zero3", 2, 34.8),
+    ],
 )
 def test_choose_estimate_of_shards_is_the_peak_that_was_seen(
-    profile: str, processes: int, mode: str, measured: float
+    name: str, profile: str, processes: int, measured: float
 ) -> None:
-    """Llama-3.1-8B's shape, one row of 8192 tokens, on H200s; layers under FSDP2 were compiled."""
-    model_section = {"name": "m", "gradient_checkpointing": mode}
-    small_recipe = recipe(
-        task="sft", precision="bf16", model=model_section, batch={"global_size": processes, "micro_size": 1}
-    )
-    compiled, shares = profile == "fsdp", load_profile(profile).shard_counts(processes)
-    plan = derive_plan(small_recipe, processes)
-    message = choose_saving(small_recipe, LLAMA_8B, shares, plan, tokens=8192, capacity=None, fused=compiled)[1]
+    """Shapes of Llama-3.1-8B and Llama-3.2, one row of 8192 tokens or four of 4096 (1B), on H200s, layers compiled."""
+    rows, tokens = (4, 4096) if name == "1B" else (1, 8192)
+    batch = {"global_size": rows * processes, "micro_size": rows}
+    model = {"name": "m", "gradient_checkpointing": "none", "torch_compile": True}
+    small_recipe = recipe(task="sft", precision="bf16", model=model, batch=batch)
+    shares, plan = load_profile(profile).shard_counts(processes), derive_plan(small_recipe, processes)
+    how: dict[str, Any] = {"capacity": None, "fused": True, "compiled": True}
+    message = choose_saving(small_recipe, SEEN[name], shares, plan, tokens=tokens, **how)[1]
     gigabytes = float(message.partition("about ")[2].partition(" ")[0])
-    assert gigabytes == pytest.approx(measured, rel=0.02)
+    assert gigabytes == pytest.approx(measured, rel=0.04)
+
+
+def test_zero3_counts_its_first_part_of_the_gradients_and_several_passes_count_all() -> None:
+    shares = load_profile("zero3").shard_counts(2)
+    of_rank = 4 * LLAMA_8B.trained // 2
+    found = []
+    for passes, tokens in ((1, 8192), (1, 16), (2, 8192)):
+        small_recipe = recipe(precision="bf16", batch={"global_size": 2 * passes, "micro_size": 1})
+        fresh = has_fresh_gradients(shares, derive_plan(small_recipe, 2))
+        how: dict[str, Any] = {"rows": 1, "tokens": tokens, "mode": "none", "fresh_gradients": fresh}
+        found.append(estimate_memory(small_recipe, LLAMA_8B, shares, **how).bytes_by_use["gradients"])
+    assert found[0] == of_rank // GRADIENT_PARTS
+    assert 0.9 * of_rank < found[1] < of_rank, "the activations of a short pass are small"
+    assert found[2] == of_rank, "the second pass begins with the gradients of the first"
+    assert (GRADIENT_PARTS, LEAST_GRADIENTS) == (PARTS, 4 * LEAST_PART)
 
 
 def test_casts_stay_but_where_weights_travel_cast_or_deepspeed_multiplies() -> None:
@@ -373,7 +400,7 @@ LONG_8B = LLAMA | {
 
 
 def test_estimate_of_long_recomputed_passes_counts_tiles_of_the_feed_forward() -> None:
-    """In 16-bit tensors of hidden size: 34 for a whole layer in its backward pass, 13 in tiles, 3 inputs of layers."""
+    """In 16-bit tensors of hidden size: 27 for a whole layer in its backward pass, 13 in tiles, 3 inputs of layers."""
     shape = Shape.of(LONG_8B)
     assert shape is not None and shape.tiles_mlp
     model = {"name": "m", "activation_offloading": True}
@@ -386,8 +413,8 @@ def test_estimate_of_long_recomputed_passes_counts_tiles_of_the_feed_forward() -
         estimate = estimate_memory(adapted, ModelSize(1, 1, of), ShardCounts(zero_stage=stage), **how)
         return estimate.bytes_by_use["activations"] / tokens / (2 * 4096)
 
-    assert tensors(2048) == pytest.approx(34 + 3, abs=0.5)
-    assert tensors(4096) == pytest.approx(6.5 + 2 + 21 / 2 + 3, abs=0.5)
+    assert tensors(2048) == pytest.approx(27 + 3, abs=0.5)
+    assert tensors(4096) == pytest.approx(6.5 + 2 + 14 / 2 + 3, abs=0.5)
     assert tensors(65_536) == tensors(10**6) == pytest.approx(13 + 3, abs=0.5)
     sizes = [tokens * tensors(tokens) for tokens in range(64, 70_000, 64)]
     assert sizes == sorted(sizes), "the budget of a pass relies on it"
@@ -395,3 +422,28 @@ def test_estimate_of_long_recomputed_passes_counts_tiles_of_the_feed_forward() -
     assert tensors(65_536, "full") == tensors(2048)
     assert tensors(65_536, "none") == tensors(4096, "none")
     assert tensors(65_536, precision="fp8") == tensors(4096, precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "precision", "scales"),
+    [
+        ({"r": 16, "lora_alpha": 32}, "bf16", True),
+        ({"r": 16, "lora_alpha": 16, "use_rslora": True}, "bf16", True),
+        ({"r": 8, "lora_alpha": 16, "use_rslora": True}, "bf16", False),
+        ({"r": 16, "lora_alpha": 24}, "bf16", False),
+        ({"r": 16, "lora_alpha": 32, "use_dora": True}, "bf16", False),
+        ({"r": 16, "lora_alpha": 32}, "fp32", False),
+    ],
+)
+def test_estimate_counts_no_copies_of_gradients_where_adapters_scale_small_tensors(
+    adapter: dict[str, Any], precision: str, scales: bool
+) -> None:
+    scaled = recipe(precision=precision, adapter={"type": "lora"} | adapter)
+    other = recipe(precision=precision, adapter={"type": "lora"} | adapter | {"lora_alpha": 3, "use_rslora": False})
+    how: dict[str, Any] = {"rows": 2, "tokens": 4096, "mode": "full", "fused": True}
+    for compiled in (True, False):
+        found, copied = (
+            estimate_memory(one, LLAMA_8B, ShardCounts(), compiled=compiled, **how).bytes_by_use["activations"]
+            for one in (scaled, other)
+        )
+        assert copied - found == 2 * 2 * 14336 * 2 * 4096 * (scales and compiled)

@@ -43,6 +43,29 @@ def test_count_work_flops_equal_a_hand_count() -> None:
     assert full.host_layers == pytest.approx(one.host_layers * 4 / 3) and one.host_layers == 2 * 2
 
 
+def test_count_work_of_recomputed_compiled_layers_leaves_their_last_product_out() -> None:
+    assert SHAPE is not None
+    llama, full = replace(SHAPE, tiles_mlp=True), replace(COMPILED, mode="full")
+    size = size_of_shape(llama, recipe())
+
+    def flops(
+        shape: Shape = llama, kernels: Kernels = full, shares: ShardCounts | None = None, **changes: Any
+    ) -> float:
+        one = recipe(**{"task": "pretrain", "precision": "bf16"} | changes)
+        return count_work(one, size, shape, shares or ShardCounts(), derive_plan(one, 1), ROWS, kernels).layer_flops
+
+    assert flops() == 80 * (8 * LAYERS - 2 * 2 * 8 * 20)
+    assert flops(shares=ShardCounts(2, 2, 2)) == flops(kernels=replace(full, mode="tiled")) == flops()
+    others = [
+        flops(kernels=replace(full, compiled=False)),
+        flops(replace(llama, norms_outputs=True)),
+        flops(replace(llama, tiles_mlp=False)),
+        flops(shares=ShardCounts(2, 2, 2, zero_stage=3)),
+        flops(precision="fp8"),
+    ]
+    assert others == [80 * 8 * LAYERS] * 5
+
+
 def test_count_work_of_an_adapter_has_no_gradients_of_frozen_weights() -> None:
     one = work(adapter={"type": "lora", "r": 3})
     trained = size_of_shape(SHAPE, recipe(adapter={"type": "lora", "r": 3})).trained

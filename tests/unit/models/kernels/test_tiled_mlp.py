@@ -16,7 +16,7 @@ from ftcli.models.adapters import add_adapter
 from ftcli.models.architectures import ARCHITECTURES, architecture_of
 from ftcli.models.estimates import memory_estimate
 from ftcli.models.estimates.memory_estimate import tiles_of_pass
-from ftcli.models.kernels import tiled_mlp
+from ftcli.models.kernels import tiled_mlp, unread_outputs
 from ftcli.models.kernels.activation_checkpointing import enable_recomputation
 from ftcli.models.kernels.compile import compile_layers
 from ftcli.models.kernels.document_attention import confine_to_documents, document_bounds
@@ -263,6 +263,9 @@ def test_compiled_tiles_have_the_gradients_of_whole_layers_and_one_graph_for_all
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # graphs without C++
     torch._dynamo.reset()
     counters.clear()
+    left_out: list[int] = []
+    unread = unread_outputs._unread
+    monkeypatch.setattr(unread_outputs, "_unread", lambda x, n: (left_out.append(x.shape[-2]), unread(x, n))[1])
     models = [adapted().train() for _ in range(2)]
     for model in models:
         confine_to_documents(model)
@@ -279,5 +282,8 @@ def test_compiled_tiles_have_the_gradients_of_whole_layers_and_one_graph_for_all
             model(**row, **document_bounds(documents, None)).logits.square().mean().backward()
             found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.requires_grad})
         assert largest_difference(found[1], found[0]) < 1e-4
+        tokens = sum(documents)
+        assert sum(left_out) >= 3 * tokens and (len(left_out) > 3) == (tokens > 16), "each tile, or a short pass"
+        left_out.clear()
         graphs.append(int(counters["stats"]["unique_graphs"]))
     assert graphs[0] > 0 and graphs[2:] == [graphs[2]] * 5, graphs

@@ -43,6 +43,8 @@ ALONE = {"profile": "single", "processes": 1}
 LORA = LARGE | {"length": 4096, "lora": 16, "micro_size": 2}
 QLORA = LORA | {"four_bit": True}
 AGAIN = "recomputed"  # label of lines with activation checkpointing
+ON_HOST = "recomputed, inputs and embeddings on the host"
+HOST_TABLE = "recomputed, embeddings on the host"  # Unsloth's label; its inputs of layers are on the host too
 H100 = ("ftcli", "H100")  # label of lines of two H100s, without flash-attn
 NO_LIGER = "H100, without Liger"  # Liger's loss fails in shards
 THREE = {"shape": "llama-3.2-3b", "length": 8192, "task": "pretrain", "lora": 0} | MASTERS
@@ -94,15 +96,25 @@ GOALS = [
         ("unsloth", AGAIN),
         1.1,
     ),
+    Goal(
+        "8B QLoRA, one row, recomputed, inputs and embeddings on the host, of Unsloth",
+        QLORA | {"micro_size": 1},
+        ("ftcli", ON_HOST),
+        ("unsloth", AGAIN),
+        1.1,
+    ),
     *(
-        Goal(f"8B LoRA, {rows}, no flash-attn 4, of Unsloth", LORA | {"micro_size": size}, ours, theirs, 1.15)
-        for rows, size, ours, theirs in (
-            ("one row", 1, NO_FLASH, ("unsloth", "")),
-            ("2 rows", 2, NO_FLASH, ("unsloth", "")),
-            ("8 rows, recomputed", 8, ("ftcli", AGAIN), ("unsloth", AGAIN)),
+        Goal(f"8B {name}, {rows}, no flash-attn 4, of Unsloth", where | {"micro_size": size}, ours, theirs, 1.15)
+        for name, where, rows, size, ours, theirs in (
+            ("LoRA", LORA, "one row", 1, NO_FLASH, ("unsloth", "")),
+            ("LoRA", LORA, "2 rows", 2, NO_FLASH, ("unsloth", "")),
+            ("LoRA", LORA, "4 rows", 4, NO_FLASH, ("unsloth", "")),
+            ("LoRA", LORA, "8 rows, recomputed", 8, ("ftcli", AGAIN), ("unsloth", AGAIN)),
+            ("QLoRA", QLORA, "one row", 1, NO_FLASH, ("unsloth", "")),
+            ("QLoRA", QLORA, "4 rows", 4, NO_FLASH, ("unsloth", "")),
+            ("QLoRA", QLORA, "8 rows, on the host what can be", 8, ("ftcli", ON_HOST), ("unsloth", HOST_TABLE)),
         )
     ),
-    Goal("8B QLoRA, 4 rows, no flash-attn 4, of Unsloth", QLORA | {"micro_size": 4}, NO_FLASH, ("unsloth", ""), 1.15),
     Goal("0.6B bf16_pure, of TRL at its best", QWEN, EXTRAS, TRL, 1.6),
     Goal("0.6B bf16_pure, of the bare loop", QWEN, EXTRAS, BARE, 1.05),
     Goal("1B DDP x2, per GPU, of one GPU alone", DDP | {"processes": 2}, EXTRAS, EXTRAS, 0.98, ALONE),
@@ -136,6 +148,13 @@ GOALS = [
         )
     ),
     Goal("3B x8192 ZeRO-3, two H100s, of FSDP2", THREE | {"profile": "zero3"}, H100, H100, 0.97, OF_FSDP),
+    *(
+        Goal(f"{name} ZeRO-3, two H200s, of FSDP2", where | {"profile": "zero3"}, NO_FLASH, NO_FLASH, 0.97, OF_FSDP)
+        for name, where in (("1B x4096", DDP | {"processes": 2}), ("3B x8192", THREE))
+    ),
+    Goal(
+        "8B QLoRA FSDP2, two H200s, of DDP", QLORA | {"profile": "fsdp"}, NO_FLASH, NO_FLASH, 0.97, {"profile": "ddp"}
+    ),
     Goal("BERT-base, of the example script's defaults", BERT, PLAIN, DEFAULTS, 1.5),
     Goal("ViT-B/16, of the example script's defaults", VIT, PLAIN, DEFAULTS, 1.5),
     Goal("BERT-base, 200 steps, of the Trainer at its best", BERT | LONG, PLAIN, TRAINER, 1.15),

@@ -130,8 +130,7 @@ def estimate_memory(
     uses["activations"] = batch * on_device * layer + computing
     on_host["activation_offloading"] = batch * layer * (shape.layers - on_device)
     if fresh_gradients:
-        first = min(uses["gradients"], max(uses["gradients"] // GRADIENT_PARTS, LEAST_GRADIENTS)) * shares.is_stage_3
-        uses["gradients"] = max(first, uses["gradients"] - uses["activations"])
+        uses["gradients"] = max(_first_gradients(uses["gradients"], shares), uses["gradients"] - uses["activations"])
     if uses_vocabulary_logits(recipe):
         size = COMPUTE_BYTES[recipe.precision] + 8 * shape.changes_logits
         chunk = min(batch, max(1, MAX_LOGITS_PER_CHUNK // max(shape.vocabulary, 1))) * shape.vocabulary
@@ -149,6 +148,11 @@ def estimate_memory(
         freed = uses["activations"] + uses.get("logits", 0)
         uses["arriving gradients"] = max(0, arriving + gradients - freed)
     return MemoryEstimate(uses, on_host)
+
+
+def _first_gradients(gradients: int, shares: ShardCounts) -> int:
+    """Return the bytes of gradients that are allocated when the first one arrives and no activation is freed yet."""
+    return min(gradients, max(gradients // GRADIENT_PARTS, LEAST_GRADIENTS)) if shares.is_stage_3 else 0
 
 
 def scales_inside_adapters(recipe: Recipe) -> bool:

@@ -136,15 +136,10 @@ def count_work(
 def _left_out(recipe: Recipe, shape: Shape, shares: ShardCounts, kernels: Kernels) -> int:
     """Return the weights of a layer's product that recomputation leaves out (kernels/unread_outputs.py).
 
-    That is the last one. ZeRO-3 multiplies by functions of its own and computes it again.
+    That is the last one. A backend that multiplies by functions of its own computes it again.
     """
-    is_sharded_by_deepspeed = shares.is_stage_3 and shares.weights != 1
-    if (
-        kernels.mode not in OF_WHOLE_LAYERS
-        or not kernels.compiled
-        or recipe.precision == "fp8"
-        or is_sharded_by_deepspeed
-    ):
+    has_own_products = shares.is_stage_3 and shares.weights != 1
+    if kernels.mode not in OF_WHOLE_LAYERS or not kernels.compiled or recipe.precision == "fp8" or has_own_products:
         return 0
     return shape.hidden * shape.inner if shape.tiles_mlp and not shape.norms_outputs else 0
 

@@ -120,9 +120,8 @@ def estimate_memory(
         has_tiles = mode == "tiled" and tiles_mlps(recipe, shape, shares)
         tile = min(batch, max(TILE_TOKENS, -(-batch // MOST_TILES))) if has_tiles else batch
         scaled = compiled and scales_inside_adapters(recipe)
-        computing = shape.recomputed_bytes(
-            recipe.precision, current, is_fused=how["fused"], tokens=batch, tile=tile, scaled=scaled
-        )
+        of_pass = {"is_fused": how["fused"], "tokens": batch, "tile": tile, "scaled": scaled}
+        computing = shape.recomputed_bytes(recipe.precision, current, **of_pass)
     else:
         computing = batch * current
     layer = shape.activation_bytes(recipe.precision, mode, compiled=compiled, **how)

@@ -75,6 +75,8 @@ ENVIRONMENT = {
     "trained_on": "What the model was before training: name, commit, configuration, digests of weights and tokenizer; "
     "and of the rows. Commands that open the run compare it.",
     "seconds_to_first_step": "Seconds from the start of the launch to the end of its first step.",
+    "seconds_of_loading": "Seconds of the parts before the first step: imports, recipe, rows, devices, model, "
+    "kernels, optimizer, placing (the model on the devices) and other.",
 }
 
 HEAD = """\

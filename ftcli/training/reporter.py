@@ -169,11 +169,14 @@ class Reporter:
         """Print and record the seconds until the end of the first step, with loading and compilation."""
         self._is_first = False
         float(step.loss_tensor)  # waits for the device
-        seconds = time.perf_counter() - self.run.began
-        self.print_line(f"first step after {seconds:.1f} s, {self._started - self.run.began:.1f} s of it for loading")
+        began = self.run.loading.began
+        seconds, parts = time.perf_counter() - began, self.run.loading.until(self._started)
+        self.print_line(f"first step after {seconds:.1f} s, {self._started - began:.1f} s of it for loading")
+        self.print_line("loading: " + ", ".join(f"{part} {taken:.1f} s" for part, taken in parts.items()))
         if self.folder is not None and (path := self.folder.path / "environment.json").exists():
             facts = json.loads(path.read_text(encoding="utf-8"))
-            self.folder.write_json(path.name, facts | {"seconds_to_first_step": seconds})
+            times = {"seconds_to_first_step": seconds, "seconds_of_loading": parts}
+            self.folder.write_json(path.name, facts | times)
 
     def _row(self, step: Step) -> dict[str, Any]:
         """Return the row of metrics of a step.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,46 @@ if TYPE_CHECKING:
     from ftcli.training.terms import LossTerms
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LoadingTimes:
+    """The seconds that the parts of loading take, each measured from its own start to its own end.
+
+    Args:
+        began: When the launch began, on the clock of `time.perf_counter`.
+    """
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.seconds = {"imports": time.perf_counter() - began}
+
+    def timed(self, part: str, function: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that calls `function` and records how long it took.
+
+        Args:
+            part: Name of the part of loading.
+            function: The function.
+        """
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds[part] = time.perf_counter() - started
+            return result
+
+        return call
+
+    def until(self, end: float) -> dict[str, float]:
+        """Return the seconds of each part, and of everything else between the begin of the launch and `end`.
+
+        Args:
+            end: When loading ended, on the clock of `time.perf_counter`.
+        """
+        return self.seconds | {"other": max(0.0, end - self.began - sum(self.seconds.values()))}
+
+
 @dataclass
 class Run:
     """One training run on this process, ready for `steps`: everything the loop touches, prepared."""
@@ -73,7 +113,7 @@ class Run:
     memory_saving: MemorySaving = MemorySaving("none")  # what the recipe and `auto` came to
     compiled: bool = False  # whether layers are, as far as the profile lets them
     is_measured: bool = True  # the checkpoint that the run resumes from has the metrics of its step
-    began: float = field(default_factory=time.perf_counter)  # when this launch did
+    loading: LoadingTimes = field(default_factory=lambda: LoadingTimes(time.perf_counter()))
     progress: Progress = field(default_factory=Progress)
     record: OwnLoop | None = None  # of a loop of the user's own; `train` writes by itself
     resumed: Resumed | None = None  # what gradient_watch.py compares with, where the run began at a checkpoint

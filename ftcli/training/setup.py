@@ -34,7 +34,7 @@ from ftcli.tasks.protocol import derives_columns
 from ftcli.training.batches.loaders import build_loaders
 from ftcli.training.prepared_data import PreparedData, prepare_data
 from ftcli.training.resume import checked_step
-from ftcli.training.run import Run
+from ftcli.training.run import LoadingTimes, Run
 from ftcli.training.run_description import describe_run
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from ftcli.config.plan import Plan
     from ftcli.hardware.interface import Hardware
-    from ftcli.training.memory import Prepare
 
 
 @owns_settings
@@ -83,6 +82,7 @@ def prepare(
         >>> for step in ftcli.steps(run):
         ...     print(step.number, step.loss)
     """
+    began = _launch_time()
     import torch
 
     from ftcli.hardware.environment import quiet_libraries
@@ -93,22 +93,22 @@ def prepare(
     from ftcli.training.nonfinite import NonFiniteGuard
     from ftcli.training.optim.build import build_optimizer
 
-    started = _launch_time()
+    loading = LoadingTimes(began)
     quiet_libraries()
-    start = _read_start(recipe, overrides, resume, dry_run=dry_run, anyway=resume_anyway, weights=weights)
-    where: dict[str, Any] = {"output": output, "cpu": cpu, "weights": weights}
-    config, data, size_lines = _prepare_data(start.resolved.recipe, partial(prepare, cpu=cpu), dry_run=dry_run, **where)
+    how: dict[str, Any] = {"dry_run": dry_run, "weights": weights}
+    start = loading.timed("recipe", _read_start)(recipe, overrides, resume, anyway=resume_anyway, **how)
+    config, data, lines = loading.timed("rows", _prepare_data)(start.resolved.recipe, output=output, cpu=cpu, **how)
     first_step = start.first_step(data, anyway=resume_anyway)
     folder = None if output is None else RunFolder(output)
-    hardware = _build_hardware(config, data.plan, folder, cpu=cpu)
+    hardware = loading.timed("devices", _build_hardware)(config, data.plan, folder, cpu=cpu)
     guard = NonFiniteGuard(config.faults, hardware, excluded=set())
 
-    model = build_model(config, data, weights)
-    model, config, acceleration = accelerate_model(model, config, data, hardware)
+    model = loading.timed("model", build_model)(config, data, weights)
+    model, config, acceleration = loading.timed("kernels", accelerate_model)(model, config, data, hardware)
     data = acceleration.applied_to(data)
-    optimizer = build_optimizer(model, config, fused=hardware.steps_on_gpu)
+    optimizer = loading.timed("optimizer", build_optimizer)(model, config, fused=hardware.steps_on_gpu)
     loaders = build_loaders(config, data, first_step, hardware, guard.excluded)
-    model, optimizer, prepared = hardware.prepare(model, optimizer, loaders.map_style)
+    model, optimizer, prepared = loading.timed("placing", hardware.prepare)(model, optimizer, loaders.map_style)
     loaders = loaders.with_prepared(prepared)
     guard.name_rows = row_names(config, data.rows, loaders.train)
 
@@ -127,14 +127,14 @@ def prepare(
         folder=folder,
         prompts=data.prompts,
         first_step=first_step,
-        began=started,
+        loading=loading,
         resolved=start.resolved,
         base=start.checked_base(anyway=resume_anyway),
         helpers=start.checked_helpers(anyway=resume_anyway),
         memory_saving=acceleration.recomputation.saving,
         compiled=acceleration.compiled,
     )
-    run.log_lines += [*start.log_lines(), *acceleration.kernel_lines, *describe_run(run), *size_lines]
+    run.log_lines += [*start.log_lines(), *acceleration.kernel_lines, *describe_run(run), *lines]
     run.log_lines += acceleration.memory_lines
     torch.manual_seed(seed_of(config.seed, hardware.ranks.rank))
     check_disk(run)
@@ -246,12 +246,12 @@ def _read_start(
 
 
 def _prepare_data(
-    recipe: Recipe, trial: Prepare, *, output: str | Path | None, cpu: bool, weights: Path | None, dry_run: bool
+    recipe: Recipe, *, output: str | Path | None, cpu: bool, weights: Path | None, dry_run: bool
 ) -> tuple[Recipe, PreparedData, list[str]]:
     """Return the recipe with its micro size decided, the data, and log lines about that size. A collective."""
     from ftcli.training.memory import choose_micro_batch_size
 
-    data = prepare_data(recipe, trains=weights is None, dry_run=dry_run)
+    data, trial = prepare_data(recipe, trains=weights is None, dry_run=dry_run), partial(prepare, cpu=cpu)
     recipe, lines = choose_micro_batch_size(recipe, trial, output=output, cpu=cpu, weights=weights, sizes=data.sizes)
     return recipe, data.with_micro_size(recipe), lines
 

@@ -155,7 +155,11 @@ def test_train_writes_exactly_these_files(train: Callable[..., Path], ftcli: Run
     assert environment["packages"]["torch"] and environment["packages"]["transformers"]
     assert {"git_commit", "device", "python", "command"} <= environment.keys()
     assert (environment["processes"], environment["launched"]) == (1, "directly")
-    assert environment["seconds_to_first_step"] > 0
+    parts = environment["seconds_of_loading"]
+    expected_parts = ("imports", "recipe", "rows", "devices", "model", "kernels", "optimizer", "placing", "other")
+    assert tuple(parts) == expected_parts
+    assert all(seconds >= 0 for seconds in parts.values())
+    assert 0 < sum(parts.values()) < environment["seconds_to_first_step"]
     card = (run / "final" / "README.md").read_text()
     assert f"| loss | {evaluations[-1]['eval/loss']:.4f} |" in card
 

@@ -93,8 +93,8 @@ def prepare(
     from ftcli.training.nonfinite import NonFiniteGuard
     from ftcli.training.optim.build import build_optimizer
 
+    quiet_libraries()  # imports some of them
     loading = LoadingTimes(began)
-    quiet_libraries()
     how: dict[str, Any] = {"dry_run": dry_run, "weights": weights}
     start = loading.timed("recipe", _read_start)(recipe, overrides, resume, anyway=resume_anyway, **how)
     config, data, lines = loading.timed("rows", _prepare_data)(start.resolved.recipe, output=output, cpu=cpu, **how)

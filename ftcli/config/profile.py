@@ -36,6 +36,7 @@ class ShardCounts:
     gradients: int = 1
     optimizer: int = 1
     zero_stage: int = 0  # stage of DeepSpeed; 0 for other backends
+    gradient_parts: bool = False  # ZeRO-3 allocates gradients in parts of ftcli's size (hardware/zero3_step.py)
 
     @property
     def shards_on_gpus(self) -> bool:
@@ -163,7 +164,15 @@ class Profile:
         stage, optimizer, weights = self._zero()
         shards = processes if optimizer == "none" else 0
         weight_shards = 1 if stage < 3 else processes if weights == "none" else 0
-        return ShardCounts(weight_shards, shards if stage >= 2 else 1, shards if stage >= 1 else 1, zero_stage=stage)
+        has_parts = stage == 3 and shards > 0 and not self._sets_sub_groups()
+        return ShardCounts(
+            weight_shards, shards if stage >= 2 else 1, shards if stage >= 1 else 1, stage, gradient_parts=has_parts
+        )
+
+    def _sets_sub_groups(self) -> bool:
+        """Return whether a DeepSpeed file sets the size of sub-groups, whose gradients are allocated together."""
+        file = (self.values.get("deepspeed_config") or {}).get("deepspeed_config_file")
+        return file is not None and "sub_group_size" in (read_document(file).values.get("zero_optimization") or {})
 
     def as_yaml(self) -> str:
         """Return the profile as the text of profile.yaml in a run folder, which `load_profile` can read."""

@@ -129,7 +129,7 @@ def estimate_memory(
     uses["activations"] = batch * on_device * layer + computing
     on_host["activation_offloading"] = batch * layer * (shape.layers - on_device)
     if fresh_gradients:
-        uses["gradients"] = max(_first_gradients(uses["gradients"], shares), uses["gradients"] - uses["activations"])
+        uses["gradients"] = _fresh_gradients(uses, computing, shares, shape)
     if uses_vocabulary_logits(recipe):
         size = COMPUTE_BYTES[recipe.precision] + 8 * shape.changes_logits
         chunk = min(batch, max(1, MAX_LOGITS_PER_CHUNK // max(shape.vocabulary, 1))) * shape.vocabulary
@@ -149,9 +149,24 @@ def estimate_memory(
     return MemoryEstimate(uses, on_host)
 
 
-def _first_gradients(gradients: int, shares: ShardCounts) -> int:
-    """Return the bytes of gradients that are allocated when the first one arrives and no activation is freed yet."""
-    return min(gradients, max(gradients // GRADIENT_PARTS, LEAST_GRADIENTS)) if shares.is_stage_3 else 0
+def _fresh_gradients(uses: dict[str, int], computing: int, shares: ShardCounts, shape: Shape) -> int:
+    """Return the bytes of gradients that need more memory than the activations, which are freed meanwhile.
+
+    ZeRO-3 allocates gradients in parts. The first one may contain an untied head. At the end of the backward pass all
+    parts exist, and a layer is still computed.
+
+    Args:
+        uses: The bytes of each use, with all gradients and all activations.
+        computing: The activations of the layer that is computed.
+        shares: Over how many processes gradients are sharded.
+        shape: The sizes of the model.
+    """
+    gradients, activations = uses["gradients"], uses["activations"]
+    if not shares.gradient_parts:
+        return max(0, gradients - activations)
+    head = 0 if shape.ties_head else 4 * shape.table // shares.gradients
+    first = min(gradients, max(gradients // GRADIENT_PARTS, LEAST_GRADIENTS) + head)
+    return max(first, gradients - (activations - computing))
 
 
 def scales_inside_adapters(recipe: Recipe) -> bool:
@@ -215,8 +230,7 @@ def uses_vocabulary_logits(recipe: Recipe) -> bool:
 def has_fresh_gradients(shares: ShardCounts, plan: Plan) -> bool:
     """Return whether each backward pass allocates the gradients. DDP's buckets and ZeRO-2 allocate them once."""
     has_buckets = plan.processes > 1 and shares.gradients == 1
-    is_fresh = not shares.zero_stage or (shares.is_stage_3 and shares.gradients > 0)
-    return plan.accumulation == 1 and not has_buckets and is_fresh
+    return plan.accumulation == 1 and not has_buckets and (not shares.zero_stage or shares.gradient_parts)
 
 
 def has_frozen_16_bit_weights(recipe: Recipe) -> bool:

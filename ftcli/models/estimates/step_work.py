@@ -139,7 +139,8 @@ def _left_out(recipe: Recipe, shape: Shape, shares: ShardCounts, kernels: Kernel
     That is the last one. A backend that multiplies by functions of its own computes it again.
     """
     has_own_products = shares.is_stage_3 and shares.weights != 1
-    if kernels.mode not in OF_WHOLE_LAYERS or not kernels.compiled or recipe.precision == "fp8" or has_own_products:
+    has_other_products = recipe.precision == "fp8" or recipe.adapter.use_dora or has_own_products
+    if kernels.mode not in OF_WHOLE_LAYERS or not kernels.compiled or has_other_products:
         return 0
     return shape.hidden * shape.inner if shape.tiles_mlp and not shape.norms_outputs else 0
 

@@ -137,7 +137,7 @@ def _spared_four_bits(plain: Any) -> type:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         """Return the product of `x` `[..., K]` and the weight `[N, K]`, `[..., N]`."""
-        state = self.weight.quant_state
+        state: Any = getattr(self.weight, "quant_state", None)  # FSDP replaces the weight; bitsandbytes finds the state
         scales = state.state2 if state is not None and state.nested else None
         is_known = state is not None and self.compute_dtype is not None and len(state.shape) == 2
         is_known &= is_compiling()

@@ -150,7 +150,7 @@ def test_gradient_checkpointing_maps_true_to_full_and_false_to_none() -> None:
         ("hsdp", ShardCounts(2, 2, 2)),
         ("fsdp_offload", ShardCounts(0, 0, 0)),
         ("zero2", ShardCounts(1, 4, 4, zero_stage=2)),
-        ("zero3", ShardCounts(4, 4, 4, zero_stage=3)),
+        ("zero3", ShardCounts(4, 4, 4, zero_stage=3, gradient_parts=True)),
         ("zero3_offload", ShardCounts(0, 0, 0, zero_stage=3)),
     ],
 )
@@ -166,6 +166,17 @@ def test_memory_estimate_with_a_stage_that_a_profile_leaves_open_is_accelerates_
     file = tmp_path / "open.yaml"
     file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero3_init_flag: false\n")
     assert load_profile(file).shard_counts(4) == ShardCounts(1, 4, 4, zero_stage=2)
+
+
+def test_gradients_of_a_deepspeed_file_with_its_own_sub_groups_are_not_counted_in_parts(tmp_path: Path) -> None:
+    profile, file = tmp_path / "own.yaml", tmp_path / "ds.json"
+    profile.write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {file}\n")
+    plan = derive_plan(recipe(batch={"global_size": 2, "micro_size": 1}), 2)
+    for more, has_parts in (("", True), (', "sub_group_size": 1000000000', False)):
+        file.write_text('{"zero_optimization": {"stage": 3' + more + "}}")
+        shares = load_profile(profile).shard_counts(2)
+        assert shares == ShardCounts(2, 2, 2, zero_stage=3, gradient_parts=has_parts)
+        assert has_fresh_gradients(shares, plan) is has_parts
 
 
 def test_measure_model_equals_the_files_and_counts_an_adapter(tmp_path: Path) -> None:
@@ -297,9 +308,15 @@ def test_zero3_counts_its_first_part_of_the_gradients_and_several_passes_count_a
         fresh = has_fresh_gradients(shares, derive_plan(small_recipe, 2))
         how: dict[str, Any] = {"rows": 1, "tokens": tokens, "mode": "none", "fresh_gradients": fresh}
         found.append(estimate_memory(small_recipe, LLAMA_8B, shares, **how).bytes_by_use["gradients"])
-    assert found[0] == of_rank // GRADIENT_PARTS
+    head = 4 * 128256 * 4096 // 2
+    assert found[0] == of_rank // GRADIENT_PARTS + head
     assert 0.9 * of_rank < found[1] < of_rank, "the activations of a short pass are small"
     assert found[2] == of_rank, "the second pass begins with the gradients of the first"
+    full: dict[str, Any] = {"rows": 1, "tokens": 8192, "mode": "full", "fresh_gradients": True}
+    uses = estimate_memory(recipe(precision="bf16"), LLAMA_8B, shares, **full).bytes_by_use
+    assert LLAMA_8B.shape is not None
+    stored = 8192 * 32 * LLAMA_8B.shape.activation_bytes("bf16", "full")
+    assert uses["gradients"] + stored == of_rank, "at the end a layer is still computed"
     assert (GRADIENT_PARTS, LEAST_GRADIENTS) == (PARTS, 4 * LEAST_PART)
 
 

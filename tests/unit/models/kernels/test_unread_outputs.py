@@ -117,6 +117,16 @@ def test_products_outside_of_graphs_are_those_of_torch(left_out: list[int]) -> N
     assert left_out == []
 
 
+def test_4_bit_weights_that_a_backend_has_replaced_are_multiplied_by_bitsandbytes(as_in_graphs: None) -> None:
+    class Linear4bit(nn.Linear):
+        """A layer whose weight is a plain parameter, as FSDP leaves it. bitsandbytes then looks for its own state."""
+
+    layer, x = Linear4bit(24, 16, bias=False), torch.randn(2, 24)
+    expected = layer(x)
+    layer.__class__ = unread_outputs._spared_four_bits(Linear4bit)
+    assert torch.equal(layer(x), expected)
+
+
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_other_modes_keep_their_products(mode: str) -> None:
     model = tiny("llama")

@@ -322,12 +322,14 @@ class Reporter:
             if self._graphs is not None:
                 self.print_line(self._graphs.summary())
             if self.folder is not None:
-                self.print_line(f"done in {time.perf_counter() - self._started:.0f} s; weights in {self.folder.final}")
+                self.print_line(
+                    f"done in {time.perf_counter() - self.run.loading.began:.0f} s; weights in {self.folder.final}"
+                )
                 self._report_best()
                 self.folder.write_status("done", self.number, EXIT_DONE)
             else:
                 self.print_line(
-                    f"done in {time.perf_counter() - self._started:.0f} s; nothing was written (no output folder)"
+                    f"done in {time.perf_counter() - self.run.loading.began:.0f} s; nothing was written (no output folder)"
                 )
 
 

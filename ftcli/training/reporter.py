@@ -321,16 +321,13 @@ class Reporter:
             self._report_stream()
             if self._graphs is not None:
                 self.print_line(self._graphs.summary())
+            seconds = time.perf_counter() - self.run.loading.began
             if self.folder is not None:
-                self.print_line(
-                    f"done in {time.perf_counter() - self.run.loading.began:.0f} s; weights in {self.folder.final}"
-                )
+                self.print_line(f"done in {seconds:.0f} s; weights in {self.folder.final}")
                 self._report_best()
                 self.folder.write_status("done", self.number, EXIT_DONE)
             else:
-                self.print_line(
-                    f"done in {time.perf_counter() - self.run.loading.began:.0f} s; nothing was written (no output folder)"
-                )
+                self.print_line(f"done in {seconds:.0f} s; nothing was written (no output folder)")
 
 
 def _peak_memory() -> int:

@@ -117,10 +117,10 @@ def tried(folder: Path) -> tuple[int, int, int, list[float]]:
             self.limit = 11 * 10**9
 
     auto = medium(folder, micro_size="auto")
-    size, mode, message = find_micro_batch_size(auto, Small, prepare)
+    size, saving, message = find_micro_batch_size(auto, Small, prepare)
     bytes_left = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    run = prepare(with_micro_size(auto, size, mode))
+    run = prepare(with_micro_size(auto, size, saving))
     losses = [step.loss for step in steps(run)]
     print(message)
     return size, torch.cuda.max_memory_allocated(), bytes_left, losses

@@ -26,6 +26,13 @@ from ftcli.runtime.resources import find_file, shipped_files
 from ftcli.runtime.whole_numbers import whole_number
 
 KIND = "accelerate_configs"
+# Parts of a rank's gradients under ZeRO-3, and their least and largest elements. The optimizer steps on each part.
+PARTS, LEAST_PART, LARGEST_PART = 8, 50_000_000, 1_000_000_000
+
+
+def gradient_part(elements: int) -> int:
+    """Return the elements of a rank whose gradients ZeRO-3 allocates and steps together, for a rank with `elements`."""
+    return min(max(elements // PARTS, LEAST_PART), LARGEST_PART)
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class ShardCounts:
     gradients: int = 1
     optimizer: int = 1
     zero_stage: int = 0  # stage of DeepSpeed; 0 for other backends
-    gradient_parts: bool = False  # ZeRO-3 allocates gradients in parts of ftcli's size (hardware/zero3_step.py)
+    gradient_parts: bool = False  # ZeRO-3 allocates gradients in parts (`gradient_part`)
 
     @property
     def shards_on_gpus(self) -> bool:
@@ -140,8 +147,7 @@ class Profile:
     def _zero(self) -> tuple[int, str, str]:
         """Return (stage, device of the optimizer, device of the weights) of a DeepSpeed profile."""
         section = self.values.get("deepspeed_config") or {}
-        if (file := section.get("deepspeed_config_file")) is not None:
-            zero = read_document(file).values.get("zero_optimization") or {}
+        if (zero := self._zero_of_file) is not None:
             devices = ((zero.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param"))
             return int(zero.get("stage") or 0), *devices
         devices = (section.get(f"offload_{name}_device") or "none" for name in ("optimizer", "param"))
@@ -164,15 +170,15 @@ class Profile:
         stage, optimizer, weights = self._zero()
         shards = processes if optimizer == "none" else 0
         weight_shards = 1 if stage < 3 else processes if weights == "none" else 0
-        has_parts = stage == 3 and shards > 0 and not self._sets_sub_groups()
-        return ShardCounts(
-            weight_shards, shards if stage >= 2 else 1, shards if stage >= 1 else 1, stage, gradient_parts=has_parts
-        )
+        has_parts = stage == 3 and shards > 0 and "sub_group_size" not in (self._zero_of_file or {})
+        gradients, state = (shards if stage >= least else 1 for least in (2, 1))
+        return ShardCounts(weight_shards, gradients, state, stage, gradient_parts=has_parts)
 
-    def _sets_sub_groups(self) -> bool:
-        """Return whether a DeepSpeed file sets the size of sub-groups, whose gradients are allocated together."""
+    @property
+    def _zero_of_file(self) -> dict[str, Any] | None:
+        """The section `zero_optimization` of the DeepSpeed file; None if the profile names no file."""
         file = (self.values.get("deepspeed_config") or {}).get("deepspeed_config_file")
-        return file is not None and "sub_group_size" in (read_document(file).values.get("zero_optimization") or {})
+        return None if file is None else read_document(file).values.get("zero_optimization") or {}
 
     def as_yaml(self) -> str:
         """Return the profile as the text of profile.yaml in a run folder, which `load_profile` can read."""

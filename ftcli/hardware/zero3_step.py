@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ftcli.config.profile import gradient_part
 from ftcli.hardware.zero3_leaf_modules import gather_after_current_stream
 from ftcli.hardware.zero3_patches import STAGE_3_OPTIMIZER
 from ftcli.runtime.patches import declare, has_changed
@@ -22,9 +23,6 @@ from ftcli.runtime.patches import declare, has_changed
 ZERO = "deepspeed.runtime.zero"
 WEIGHTS = f"{ZERO}.partition_parameters:Init"
 PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"  # private in DeepSpeed 0.19
-# A backward pass allocates the gradients of a rank in so many parts (DeepSpeed's sub-groups). A part has at least
-# LEAST_PART elements, because the optimizer steps on each part by itself, and at most DeepSpeed's default.
-PARTS, LEAST_PART, LARGEST_PART = 8, 50_000_000, 1_000_000_000
 ALIGNED = 512  # bytes between the starts of gathered weights, as in tensors of their own
 SMALL_WEIGHTS = declare(
     __name__,
@@ -118,7 +116,7 @@ def sub_group_size(model: nn.Module, processes: int) -> int:
         processes: Number of ranks.
     """
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    return min(max(trained // (PARTS * processes), LEAST_PART), LARGEST_PART)
+    return gradient_part(trained // processes)
 
 
 def hasten_step(engine: Any) -> None:

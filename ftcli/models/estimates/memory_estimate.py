@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ftcli.config.profile import gradient_part
 from ftcli.config.task_registry import task_class
 from ftcli.models.estimates.shape import COMPUTE_BYTES, OF_WHOLE_LAYERS, ModelSize, Shape
 from ftcli.tasks.protocol import properties_of
@@ -25,8 +26,6 @@ USABLE_FRACTION = 0.9  # of a device's memory; driver, communication buffers and
 # Largest number of logits in one chunk of linear_cross_entropy.py, unless a single row has more. 2^28 bfloat16 logits
 # are 512 MiB. Chunks are large because each one reads and writes the whole gradient of the head's weight.
 MAX_LOGITS_PER_CHUNK = 2**28
-# ZeRO-3 allocates the gradients of a rank in so many parts of so many bytes at least (hardware/zero3_step.py).
-GRADIENT_PARTS, LEAST_GRADIENTS = 8, 200_000_000
 # Tiles of tokens in which tiled_mlp.py computes the MLP of a recomputed layer. In 4 bits each tile dequantizes the
 # weights again, which takes about a tenth of the time of its products.
 TILE_TOKENS, MOST_TILES = 2048, 64
@@ -165,7 +164,7 @@ def _fresh_gradients(uses: dict[str, int], computing: int, shares: ShardCounts, 
     if not shares.gradient_parts:
         return max(0, gradients - activations)
     head = 0 if shape.ties_head else 4 * shape.table // shares.gradients
-    first = min(gradients, max(gradients // GRADIENT_PARTS, LEAST_GRADIENTS) + head)
+    first = min(gradients, 4 * gradient_part(gradients // 4) + head)
     return max(first, gradients - (activations - computing))
 
 
@@ -179,7 +178,16 @@ def scales_inside_adapters(recipe: Recipe) -> bool:
     if adapter.type == "none" or adapter.use_dora or recipe.precision != "bf16":
         return False
     scaling = adapter.lora_alpha / (math.sqrt(adapter.r) if adapter.use_rslora else adapter.r)
-    return math.frexp(scaling)[0] == 0.5  # a power of two
+    return is_exact_scaling(scaling)
+
+
+def is_exact_scaling(scaling: float) -> bool:
+    """Return whether products with a scaling are rounded as without it: whether it is a power of two.
+
+    Args:
+        scaling: The factor of a LoRA adapter.
+    """
+    return math.frexp(abs(scaling))[0] == 0.5
 
 
 def tiles_mlps(recipe: Recipe, shape: Shape | None, shares: ShardCounts) -> bool:

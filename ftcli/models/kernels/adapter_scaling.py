@@ -8,10 +8,10 @@ to the last bit, except below the smallest normal number.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ftcli.models.estimates.memory_estimate import is_exact_scaling
 from ftcli.runtime.patches import declare
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _plain_classes() -> tuple[type, ...]:
 def _can_scale_inside(module: Any) -> bool:
     """Return whether a LoRA layer has one plain adapter, whose scaling is a power of two."""
     scalings = list(module.scaling.values())
-    return len(scalings) == 1 and not module.lora_variant and math.frexp(abs(scalings[0]))[0] == 0.5
+    return len(scalings) == 1 and not module.lora_variant and is_exact_scaling(scalings[0])
 
 
 @cache

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ftcli.config.profile import LARGEST_PART, LEAST_PART, PARTS
 from ftcli.hardware.zero3_step import (
-    LARGEST_PART,
-    LEAST_PART,
     PARTITIONS,
-    PARTS,
     OrderedStream,
     _allocate_and_add,
     _step_and_clear,

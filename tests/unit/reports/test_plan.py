@@ -13,9 +13,8 @@ import yaml
 import ftcli
 from ftcli.__main__ import main
 from ftcli.config.load import load_recipe
-from ftcli.config.profile import ShardCounts, load_profile
+from ftcli.config.profile import LEAST_PART, ShardCounts, load_profile
 from ftcli.data.cached_counts import counts_file
-from ftcli.models.estimates.memory_estimate import LEAST_GRADIENTS
 from ftcli.models.estimates.shape import Shape, size_of_shape
 from ftcli.models.estimates.step_work import Rows
 from ftcli.reports.forecast import Target, forecast
@@ -88,7 +87,7 @@ def test_plan_memory_of_each_part_equals_a_hand_count(recipe: Path) -> None:
         "communication buffers": 3 * 4 * one_layer + 4 * 128256 * 2048,
     }
     assert zero3.parts["casts"] == 2 * WEIGHTS // 4
-    assert zero3.parts["gradients"] == LEAST_GRADIENTS, "of the part whose layers come first"
+    assert zero3.parts["gradients"] == 4 * LEAST_PART, "of the part whose layers come first"
     assert one.parts["gradients"] == 4 * WEIGHTS and one.gpus == 1, "four micro-batches are added up"
 
 

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from ftcli.config.plan import derive_plan
-from ftcli.config.profile import ShardCounts, load_profile, profile_from_environment
+from ftcli.config.profile import PARTS, ShardCounts, gradient_part, load_profile, profile_from_environment
 from ftcli.config.recipe import Recipe
-from ftcli.hardware.zero3_step import LEAST_PART, PARTS
 from ftcli.models.estimates.memory_estimate import (
-    GRADIENT_PARTS,
-    LEAST_GRADIENTS,
     MODES,
     MemoryEstimate,
     estimate_memory,
@@ -309,7 +306,7 @@ def test_zero3_counts_its_first_part_of_the_gradients_and_several_passes_count_a
         how: dict[str, Any] = {"rows": 1, "tokens": tokens, "mode": "none", "fresh_gradients": fresh}
         found.append(estimate_memory(small_recipe, LLAMA_8B, shares, **how).bytes_by_use["gradients"])
     head = 4 * 128256 * 4096 // 2
-    assert found[0] == of_rank // GRADIENT_PARTS + head
+    assert found[0] == 4 * gradient_part(of_rank // 4) + head == of_rank // PARTS + head
     assert 0.9 * of_rank < found[1] < of_rank, "the activations of a short pass are small"
     assert found[2] == of_rank, "the second pass begins with the gradients of the first"
     full: dict[str, Any] = {"rows": 1, "tokens": 8192, "mode": "full", "fresh_gradients": True}
@@ -317,7 +314,6 @@ def test_zero3_counts_its_first_part_of_the_gradients_and_several_passes_count_a
     assert LLAMA_8B.shape is not None
     stored = 8192 * 32 * LLAMA_8B.shape.activation_bytes("bf16", "full")
     assert uses["gradients"] + stored == of_rank, "at the end a layer is still computed"
-    assert (GRADIENT_PARTS, LEAST_GRADIENTS) == (PARTS, 4 * LEAST_PART)
 
 
 def test_casts_stay_but_where_weights_travel_cast_or_deepspeed_multiplies() -> None:

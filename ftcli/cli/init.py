@@ -1,8 +1,8 @@
 """Write a first recipe for a task, a model and data, with every section, the most used keys and their meanings.
 
 The comments come from the declarations in recipe.py and from the task's options. The values are those below, changed by
-the task's `starting_recipe`. The model is not read, and of the data only the size of rows, to propose packing. Light:
-never imports torch.
+the task's `starting_recipe`. The model is not read, and of the data only the number of rows, so that a step fits into a
+small file, and their size, to propose packing. Light: never imports torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.config.recipe import Recipe
+from ftcli.config.recipe_data import Source
 from ftcli.config.reference import SCHEMA_FILE
 from ftcli.config.task_registry import find_task
 from ftcli.config.validation import branches, describe_value, validate
 from ftcli.config.yaml_document import dump_document
 from ftcli.data.assets.catalogue import PREFIX, find_asset
 from ftcli.data.paths import local_path
+from ftcli.data.row_counts import count_rows
 from ftcli.models.estimates.pass_budget import SHORT_ROW
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.resources import shipped_folder
@@ -30,7 +32,8 @@ WIDTH = 100
 LINE_FILES = (".jsonl", ".txt", ".csv", ".tsv")  # one row on a line, more or less
 READ_BYTES = 2**20  # of the data, to see how long rows are
 BYTES_PER_TOKEN = 4  # of English text; other scripts have fewer
-EVALUATION_ROWS = 20  # of data.train, if there is no evaluation set; few, for small first files
+EVALUATION_ROWS = 20  # of data.train, if there is no evaluation set
+EVALUATION_SHARE = 5  # of fewer rows than a step and an evaluation need, one in so many is for the evaluation
 
 
 def write_recipe(
@@ -61,8 +64,8 @@ def write_recipe(
             find_asset(reference)
     own = Path(task).stem if "/" in task or task.endswith(".py") else task.rpartition(".")[2]
     path = Path(f"{own}.yaml" if output is None else output)
-    options = module.Options.model_json_schema()
-    values = _starting_values(task, properties_of(module.Task).starting_recipe, model, data, eval)
+    options, properties = module.Options.model_json_schema(), properties_of(module.Task)
+    values = _starting_values(task, properties.starting_recipe, model, data, eval)
     values["task_options"] = {
         key: node.get("default")
         for key, node in options.get("properties", {}).items()
@@ -75,9 +78,10 @@ def write_recipe(
     schema["properties"]["task_options"] |= options  # the task declares this section
     schema["$defs"] |= options.get("$defs", {})
     packs = getattr(module.Task, "packs", False)
-    proposal = propose_packing(values, data) if packs else []
+    splits = properties.makes_several_rows or properties.default_truncation == "split"
+    notes = fit_few_rows(values, may_split=splits) + (propose_packing(values, data) if packs else [])
     values["data"] |= {"packing": False} if packs else {}
-    text = "\n".join([*_head(path, summary, proposal), *_lines(values, schema, schema)]) + "\n"
+    text = "\n".join([*_head(path, summary, notes), *_lines(values, schema, schema)]) + "\n"
     if not path.parent.is_dir():
         raise InputError(f"the folder {path.parent} for {path.name} does not exist")
     try:
@@ -121,6 +125,36 @@ def _source(path: str, split: str) -> dict[str, str]:
     return {"path": path, "split": split} if on_hub else {"path": path}
 
 
+def fit_few_rows(values: dict[str, Any], *, may_split: bool) -> list[str]:
+    """Change the evaluation rows and the rows of a step, if a local file has too few for the usual numbers.
+
+    Args:
+        values: The values of the recipe.
+        may_split: Whether the task may make several rows of one; then the rows of a step stay.
+
+    Returns:
+        A comment with the number of rows; empty if nothing is changed.
+    """
+    data, batch = values["data"], values["batch"]
+    train, held_out, usual = Source(**data["train"]), data.get("eval_rows", 0), batch["global_size"]
+    path = local_path(train.path)
+    if path is None or not path.exists():
+        return []
+    count = count_rows(train, held_out + usual)
+    if count is None or not 1 < count < held_out + usual:  # `ftcli check` reports a file with one row
+        return []
+    changed = []
+    if (fewer := max(1, count // EVALUATION_SHARE)) < held_out:
+        data["eval_rows"] = fewer
+        changed.append("data.eval_rows")
+    left = count - data.get("eval_rows", 0)
+    if left < usual and not may_split:
+        batch["global_size"] = 1 << left.bit_length() - 1  # a power of two, which many numbers of processes divide
+        changed.append("batch.global_size")
+    text = f"{path.name} has only {count} rows, so this recipe has smaller values than usual: {' and '.join(changed)}."
+    return [*textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# "), "#"] if changed else []
+
+
 def propose_packing(values: Mapping[str, Any], data: str) -> list[str]:
     """Return a comment that proposes packing, if the rows of a local file are short beside `data.max_length`.
 
@@ -147,7 +181,7 @@ def propose_packing(values: Mapping[str, Any], data: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ") + ["#"]
 
 
-def _head(path: Path, summary: str, proposal: list[str]) -> list[str]:
+def _head(path: Path, summary: str, notes: list[str]) -> list[str]:
     """Return the comment at the start of the file."""
     file = shlex.quote(str(path))
     return [
@@ -158,7 +192,7 @@ def _head(path: Path, summary: str, proposal: list[str]) -> list[str]:
         f"#     ftcli train {file}                    trains in one process",
         f"#     ftcli train {file} --profile ddp      trains on all GPUs; see `ftcli show profiles`",
         "#",
-        *proposal,
+        *notes,
         "# These are the most used keys. `ftcli schema` prints all of them.",
         "",
     ]

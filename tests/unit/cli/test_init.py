@@ -16,6 +16,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_data import Data
 from ftcli.config.recipe_training import Batch, Optimizer
 from ftcli.config.task_registry import list_tasks
+from ftcli.data.row_counts import check_row_counts
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.sft import Options
 
@@ -151,6 +152,39 @@ def test_write_recipe_command_prints_the_file_and_loads_nothing_heavy(tmp_path: 
     )
     assert (result.stdout, result.stderr) == ("sft.yaml\n", "0\n")
     assert load_recipe(tmp_path / "sft.yaml").task == "sft"
+
+
+def recipe_for(rows: int, folder: Path, task: str = "sft", **options: str) -> tuple[Recipe, str]:
+    """Return the recipe for a file with a number of rows, and its comments."""
+    data = folder / "few.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b", "text": "c"}\n' * rows)
+    path = write_recipe(task, "org/model", str(data), output=folder / "few.yaml", **options)
+    return load_recipe(path), words_of(path)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7, 30, 35, 36, 500])
+def test_write_recipe_for_a_small_file_leaves_rows_for_a_step_and_for_the_evaluation(rows: int, tmp_path: Path) -> None:
+    recipe, comments = recipe_for(rows, tmp_path)
+    check_row_counts(recipe, may_split=False)  # raises InputError without enough rows
+    assert recipe.data.eval_rows >= 1
+    is_small = rows < 36  # 20 rows to evaluate on and 16 of a step
+    assert ("smaller values than usual" in comments) is is_small
+    assert ((recipe.data.eval_rows, recipe.batch.global_size) == (20, 16)) is not is_small
+
+
+def test_write_recipe_for_a_small_file_names_only_the_values_that_it_changed(tmp_path: Path) -> None:
+    recipe, comments = recipe_for(30, tmp_path)
+    assert (recipe.data.eval_rows, recipe.batch.global_size) == (6, 16)
+    assert "few.jsonl has only 30 rows" in comments and "than usual: data.eval_rows." in comments
+    (tmp_path / "few.yaml").unlink()
+    recipe, comments = recipe_for(5, tmp_path, eval="other.jsonl")
+    assert (recipe.data.eval_rows, recipe.batch.global_size) == (0, 4)
+    assert "than usual: batch.global_size." in comments
+
+
+def test_write_recipe_for_few_long_texts_keeps_the_rows_of_a_step(tmp_path: Path) -> None:
+    recipe, _ = recipe_for(10, tmp_path, task="pretrain")  # each text may become many rows
+    assert (recipe.data.eval_rows, recipe.batch.global_size) == (2, 32)
 
 
 def test_write_recipe_with_short_rows_proposes_packing_and_what_it_means_for_the_batch(tmp_path: Path) -> None:

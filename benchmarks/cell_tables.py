@@ -39,13 +39,13 @@ def cells_of(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the newest line of each peer, label and settings, by cell, in the order of their first lines.
 
     Titles do not contain the learning rate. If cells differ only in the learning rate, the newest cell is returned.
-    Long runs are a cell of their own.
+    Long runs are a cell of their own. Lines that are traced, or from which a patch is left out, are in no cell.
     """
+    lines = [line for line in lines if not line["traced"] and not line.get("without")]
     cells: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
-        if not line["traced"]:
-            cells.setdefault(key_of(line), {})[name_of(line)] = line
-    shown = {title_of(line): key_of(line) for line in lines if not line["traced"]}
+        cells.setdefault(key_of(line), {})[name_of(line)] = line
+    shown = {title_of(line): key_of(line) for line in lines}
     return [list(named.values()) for key, named in cells.items() if key in shown.values()]
 
 
@@ -176,7 +176,8 @@ def summary(cells: list[list[dict[str, Any]]]) -> list[str]:
     """
     rows = [["cell", "tokens/s per GPU", "MFU", "median step, ms", "GiB", "first step, s"], ["---"] * 6]
     for cell in cells:
-        ours = [line for line in without_ladder(cell) if line["peer"] == "ftcli" and line["label"] != "fp8"]
+        ours = [line for line in without_ladder(cell) if line["peer"] == "ftcli"]
+        ours = [line for line in ours if "precision=fp8" not in line["settings"]]
         if not (counted := [line for line in ours if "spoiled" not in line and line.get("agrees", True)]):
             continue
         line = max(counted, key=lambda line: float(line[SPEED]))

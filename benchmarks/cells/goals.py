@@ -10,9 +10,10 @@ from .curves import apart, within
 
 SPEED = "tokens a second a GPU"
 RUN = 900.0  # most seconds between two lines of one run; a machine is used for a few calls of ten minutes
+COMPARED = ("ftcli", "unsloth", "torchtitan")  # peers whose line is compared with ours where no reference was measured
 Side = tuple[str, str]  # peer and label of a line
 PLAIN, EXTRAS = ("ftcli", "no extras"), ("ftcli", "extras")
-NO_FLASH = ("ftcli", "extras, no flash-attn")
+NO_FLASH, FP8 = ("ftcli", "extras, no flash-attn"), ("ftcli", "fp8, no flash-attn")
 BARE, FLASH, TRL = ("bare", ""), ("bare", "flash-attn-4"), ("trl", "")
 
 
@@ -39,10 +40,12 @@ FSDP, ZERO = (LARGE | MASTERS | {"length": 8192, "profile": name, "lora": 0} for
 SHARDS = (4, 2)  # numbers of GPUs; the goals were set for four
 DDP = SMALL | MASTERS | {"profile": "ddp"}
 OF_FSDP = {"profile": "fsdp"}
+TWO = {"processes": 2}
 ALONE = {"profile": "single", "processes": 1}
 LORA = LARGE | {"length": 4096, "lora": 16, "micro_size": 2}
 QLORA = LORA | {"four_bit": True}
 AGAIN = "recomputed"  # label of lines with activation checkpointing
+INPUTS_ON_HOST = "recomputed, inputs on the host"
 ON_HOST = "recomputed, inputs and embeddings on the host"
 HOST_TABLE = "recomputed, embeddings on the host"  # Unsloth's label; its inputs of layers are on the host too
 H100 = ("ftcli", "H100")  # label of lines of two H100s, without flash-attn
@@ -92,7 +95,7 @@ GOALS = [
     Goal(
         "8B QLoRA, one row, recomputed, inputs on the host, of Unsloth",
         QLORA | {"micro_size": 1},
-        ("ftcli", f"{AGAIN}, inputs on the host"),
+        ("ftcli", INPUTS_ON_HOST),
         ("unsloth", AGAIN),
         1.1,
     ),
@@ -110,6 +113,8 @@ GOALS = [
             ("LoRA", LORA, "2 rows", 2, NO_FLASH, ("unsloth", "")),
             ("LoRA", LORA, "4 rows", 4, NO_FLASH, ("unsloth", "")),
             ("LoRA", LORA, "8 rows, recomputed", 8, ("ftcli", AGAIN), ("unsloth", AGAIN)),
+            ("LoRA", LORA, "8 rows, in tiles", 8, ("ftcli", "tiled, inputs on the host"), ("unsloth", AGAIN)),
+            ("LoRA", LORA, "8 rows, inputs on the host", 8, ("ftcli", INPUTS_ON_HOST), ("unsloth", AGAIN)),
             ("QLoRA", QLORA, "one row", 1, NO_FLASH, ("unsloth", "")),
             ("QLoRA", QLORA, "4 rows", 4, NO_FLASH, ("unsloth", "")),
             ("QLoRA", QLORA, "8 rows, on the host what can be", 8, ("ftcli", ON_HOST), ("unsloth", HOST_TABLE)),
@@ -132,6 +137,9 @@ GOALS = [
             Goal(f"8B x8192 ZeRO-3 x{n}, of ftcli under FSDP2", ZERO | {"processes": n}, EXTRAS, EXTRAS, 0.97, OF_FSDP),
         )
     ),
+    Goal("8B x8192 FSDP2, two H200s, no flash-attn 4, of torchtitan", FSDP | TWO, NO_FLASH, ("torchtitan", ""), 1.05),
+    Goal("8B x8192 FSDP2, two H200s, no flash-attn 4, in fp8, of bf16", FSDP | TWO, FP8, NO_FLASH, 1.2),
+    Goal("8B x8192 ZeRO-3, two H200s, no flash-attn 4, of FSDP2", ZERO | TWO, NO_FLASH, NO_FLASH, 0.97, OF_FSDP),
     Goal("1B DDP, two H100s, per GPU, of one", DDP | {"processes": 2}, H100, H100, 0.97, ALONE),
     Goal("1B DDP, two H100s, of the bare loop", DDP | {"processes": 2}, H100, ("bare", "H100"), 1.1),
     Goal("8B LoRA DDP, two H100s, per GPU, of one", LORA | {"profile": "ddp"}, H100, H100, 0.97, ALONE),
@@ -203,7 +211,11 @@ def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str
         ours, theirs = side_by_side(of_us, of_them)
         ratio = ours[SPEED] / theirs[SPEED]
         verdict = "reached" if ratio >= goal.least else "missed"
-        if "agrees" not in ours and theirs["peer"] in ("ftcli", "unsloth") and theirs["steps"] == ours["steps"]:
+        if (
+            "agrees" not in ours
+            and theirs["peer"] in ("ftcli", "unsloth", "torchtitan")
+            and theirs["steps"] == ours["steps"]
+        ):
             ours = ours | {"agrees": within(apart(ours, theirs))}  # without a reference, its two lines are compared
         if "agrees" not in ours:
             verdict = "does not count: no reference was measured"

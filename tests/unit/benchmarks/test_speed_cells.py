@@ -266,7 +266,8 @@ def test_summary_returns_the_fastest_counted_line_of_a_cell() -> None:
         line("trl", 500.0, **measured),
         line("ftcli", 100.0, label="no extras", agrees=True, **measured),
         line("ftcli", 120.0, label="extras", agrees=True, **measured),
-        line("ftcli", 200.0, label="fp8", agrees=True, **measured),
+        line("ftcli", 200.0, label="fp8", settings=["precision=fp8"], agrees=True, **measured),
+        line("ftcli", 210.0, label="extras", without="compiled-loss", agrees=True, **measured),
         line("ftcli", 300.0, label="wrong", agrees=False, **measured),
         line("ftcli", 400.0, label="slow machine", agrees=True, spoiled="another machine", **measured),
     ]

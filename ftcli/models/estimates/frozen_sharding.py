@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ftcli.config.profile import ShardCounts
 from ftcli.models.estimates.memory_estimate import USABLE_FRACTION
-from ftcli.models.estimates.memory_saving import estimate_saving, savings_to_try
+from ftcli.models.estimates.memory_saving import MemorySaving, estimate_saving, savings_to_try
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -30,8 +31,8 @@ def choose_frozen(
     """Choose whether an adapter and the weights under it are sharded, or whole on each device.
 
     Whole frozen weights are never gathered. The adapter is small, so it is whole then too, and trained as under ddp.
-    With auto the weights are whole if they fit without any recomputation, because recomputing takes longer than
-    gathering. They are sharded if activations or gradients are not known to be as ddp needs them.
+    With auto the weights are whole if they fit without more recomputation than shards need, because recomputing takes
+    longer than gathering. They are sharded if activations or gradients are not known to be as ddp needs them.
 
     Args:
         recipe: The recipe of the run.
@@ -55,18 +56,45 @@ def choose_frozen(
         return shares, None
     whole, reason = ShardCounts(), "as set"
     if requested == "auto":
-        fastest = savings_to_try(recipe, sizes, whole, can_recompute=can_recompute, compiled=fused)[0][0]
-        batch = rows * sizes.tokens_of_row(tokens) if largest is None else largest
-        needed = estimate_saving(recipe, sizes, whole, fastest, tokens=batch, fused=fused, compiled=compiled).total
         if capacity is None:
             requested, reason = True, "auto: no device"
         elif has_rare_parts:
             requested, reason = True, "auto: not every step trains all modules"
-        elif needed > USABLE_FRACTION * capacity:
-            requested, reason = True, f"auto: whole ones would need {needed / 1e9:.2f} GB"
-        elif sizes.shape is None:
-            requested, reason = True, "auto: activations not known"
         else:
-            requested, reason = False, "auto: they fit"
+            how: dict[str, Any] = {"fused": fused, "compiled": compiled}
+            how["tokens"] = rows * sizes.tokens_of_row(tokens) if largest is None else largest
+            savings = savings_to_try(recipe, sizes, whole, can_recompute=can_recompute, compiled=fused)[0]
+            requested, reason = _by_memory(recipe, sizes, (shares, whole), savings, USABLE_FRACTION * capacity, how)
     where = f"sharded over {shares.weights} processes" if requested else "whole on each GPU, so trained as under ddp"
     return shares if requested else whole, f"frozen weights {sizes.frozen_bytes / 1e9:.2f} GB, {where} ({reason})"
+
+
+def _by_memory(
+    recipe: Recipe,
+    sizes: ModelSize,
+    counts: tuple[ShardCounts, ShardCounts],
+    savings: Sequence[MemorySaving],
+    limit: float,
+    how: Mapping[str, Any],
+) -> tuple[bool, str]:
+    """Return whether to shard because of memory, and the reason: whole weights win where both fit with one saving.
+
+    Ways for which `auto` would use the host's memory come last, because its size is not known here.
+
+    Args:
+        recipe: The recipe of the run.
+        sizes: The size of the model.
+        counts: Over how many processes weights are sharded, if they are, and the counts of whole weights.
+        savings: The ways to save memory, the fastest first.
+        limit: Usable bytes of the smallest device.
+        how: Further arguments of `estimate_saving`.
+    """
+    for saving in sorted(savings, key=lambda one: one.on_host != savings[0].on_host):
+        sharded, whole = (estimate_saving(recipe, sizes, each, saving, **how).total for each in counts)
+        if whole <= limit and sizes.shape is None:
+            return True, "auto: activations not known"
+        if whole <= limit:
+            return False, "auto: they fit" + f" with gradient_checkpointing {saving}" * (saving != savings[0])
+        if sharded <= limit:
+            break
+    return True, f"auto: whole ones would need {whole / 1e9:.2f} GB"

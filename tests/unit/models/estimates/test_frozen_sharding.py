@@ -9,6 +9,8 @@ import pytest
 from ftcli.config.profile import ShardCounts
 from ftcli.config.recipe import Recipe
 from ftcli.models.estimates.frozen_sharding import choose_frozen
+from ftcli.models.estimates.memory_estimate import USABLE_FRACTION
+from ftcli.models.estimates.memory_saving import MemorySaving, estimate_saving
 from ftcli.models.estimates.shape import ModelSize, Shape
 
 FSDP = ShardCounts(4, 4, 4)
@@ -95,3 +97,39 @@ def test_rows_of_images_have_their_patches_and_known_micro_batches_their_tokens(
     assert choose(SIZES, 64, 10**7).startswith("whole ones would need")
     assert choose(replace(SIZES, shape=replace(SIZES.shape, patches=197)), 64, 10**7) == "they fit"
     assert choose(SIZES, 64, 10**7, largest=1000) == "they fit"
+
+
+def needed(saving: str, shares: ShardCounts, sizes: ModelSize, tokens: int) -> int:
+    return estimate_saving(
+        recipe(), sizes, shares, MemorySaving(saving), tokens=tokens, fused=False, compiled=False
+    ).total
+
+
+def test_weights_are_whole_on_small_devices_where_shards_would_have_to_recompute_too() -> None:
+    sizes, tokens = replace(SIZES, trained=1000, frozen_bytes=10**6), 4096  # activations are larger than weights
+    none_in_shards = needed("none", FSDP, sizes, tokens)
+    assert needed("selective", ShardCounts(), sizes, tokens) < 0.99 * none_in_shards, "else this test shows nothing"
+    at = {"rows": 1, "tokens": tokens, "can_recompute": True}
+    too_small = int(0.99 * none_in_shards / USABLE_FRACTION)
+    shares, line = choose_frozen(recipe(), sizes, FSDP, capacity=too_small, **at)
+    assert shares == ShardCounts()
+    assert line is not None and "(auto: they fit with gradient_checkpointing selective)" in line
+    large_enough = int(1.01 * none_in_shards / USABLE_FRACTION)
+    shares, line = choose_frozen(recipe(), sizes, FSDP, capacity=large_enough, **at)
+    assert shares == FSDP, "gathering takes less time than recomputing"
+    assert line is not None and "auto: whole ones would need" in line
+
+
+def test_weights_stay_sharded_where_nothing_fits() -> None:
+    assert choose(SIZES, 1, 10**6, capacity=10**9).startswith("whole ones would need")
+
+
+def test_weights_are_whole_where_only_host_memory_lets_either_fit() -> None:
+    assert SIZES.shape is not None
+    sizes, tokens = ModelSize(1000, 10**4, replace(SIZES.shape, layers=64)), 4096
+    full = needed("full", FSDP, sizes, tokens)
+    shares, line = choose_frozen(
+        recipe(), sizes, FSDP, capacity=int(0.99 * full / USABLE_FRACTION), rows=1, tokens=tokens
+    )
+    assert shares == ShardCounts()
+    assert line is not None and "they fit with gradient_checkpointing full, inputs of layers on the host" in line

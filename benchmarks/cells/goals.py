@@ -191,9 +191,13 @@ def untraced(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side)
 
 
 def side_by_side(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the newest two lines of one run, because machines differ; the newest of each side without such a pair."""
+    """Return the newest line of ours with a line of theirs in the same run, because machines differ, and the nearest.
+
+    Without such a pair the newest line of each side is returned.
+    """
     pairs = [(own, other) for own in ours for other in theirs if abs(own["time"] - other["time"]) < RUN]
-    return max(pairs, key=lambda pair: [line["time"] for line in pair], default=(ours[-1], theirs[-1]))
+    newest = max(pairs, key=lambda pair: (pair[0]["time"], -abs(pair[0]["time"] - pair[1]["time"])), default=None)
+    return newest or (ours[-1], theirs[-1])
 
 
 def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str]]:

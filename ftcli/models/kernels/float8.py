@@ -140,8 +140,10 @@ def _forward(module: Any, inputs: Tensor) -> Tensor:
     import torch
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
+    from ftcli.models.kernels.weight_rounding import round_to_bfloat16
+
     if not module.training:
         return torch.nn.functional.linear(inputs, module.weight, module.bias)
-    half, weight = inputs.to(torch.bfloat16), module.weight.to(torch.bfloat16)
+    half, weight = inputs.to(torch.bfloat16), round_to_bfloat16(module.weight)
     result: Tensor = matmul_with_hp_or_float8_args.apply(half, weight.t(), module.linear_mm_config, module.config)
     return result if module.bias is None else result + module.bias.to(result.dtype)

@@ -12,6 +12,7 @@ import torch
 from ftcli.config.compatibility import check_pair
 from ftcli.config.profile import load_profile
 from ftcli.loop import steps
+from ftcli.models.kernels import weight_rounding
 from ftcli.models.kernels.float8 import check_float8, check_float8_device, multiply_in_float8
 from ftcli.reports.comparison import TOLERANCES
 from ftcli.runtime import devices
@@ -78,23 +79,59 @@ def test_linear_layers_but_the_head_are_converted_and_evaluation_is_not() -> Non
         assert not torch.equal(model(ids, use_cache=False).logits, before(ids, use_cache=False).logits)
 
 
-@TORCHAO
-def test_float8_of_a_weight_gathered_in_bfloat16_is_bit_exact() -> None:
+def of_weights(*weights: torch.Tensor, compiled: bool = False) -> list[tuple[torch.Tensor, ...]]:
+    """Return the output and the gradients of a linear layer in fp8, for the same inputs and each of the weights."""
     torch.manual_seed(1)
     inputs, results = torch.randn(32, 64), []
-    whole = torch.randn(48, 64)
-    for weight in (whole, whole.bfloat16().float()):
+    for weight in weights:
         model = torch.nn.Sequential(torch.nn.Linear(64, 48))
         model[0].weight.data.copy_(weight)
         model[0].bias.data.zero_()
         multiply_in_float8(model, FP8, "cpu")
         leaf = inputs.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            result = model(leaf)
+            result = (torch.compile(model, dynamic=True) if compiled else model)(leaf)
         result.float().pow(2).sum().backward()
+        assert leaf.grad is not None and model[0].weight.grad is not None
         results.append((result, leaf.grad, model[0].weight.grad))
-    assert not torch.equal(whole, whole.bfloat16().float())
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    return results
+
+
+def are_equal(*results: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+WHOLE = torch.randn(48, 64, generator=torch.Generator().manual_seed(2))
+GATHERED = WHOLE.bfloat16().float()
+
+
+@TORCHAO
+def test_float8_of_a_weight_gathered_in_bfloat16_is_bit_exact() -> None:
+    assert not torch.equal(WHOLE, GATHERED)
+    assert are_equal(*of_weights(WHOLE, GATHERED))
+
+
+@TORCHAO
+@pytest.mark.slow
+def test_float8_of_a_weight_gathered_in_bfloat16_is_bit_exact_in_compiled_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    assert are_equal(*of_weights(WHOLE, GATHERED, compiled=True))
+    monkeypatch.setattr(weight_rounding, "round_to_bfloat16", lambda weight: weight.to(torch.bfloat16))
+    torch._dynamo.reset()
+    assert not are_equal(*of_weights(WHOLE, GATHERED, compiled=True)), "else this test shows nothing"
+
+
+def test_rounding_of_a_weight_is_that_of_a_cast_and_passes_its_gradient_on() -> None:
+    values = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -3.0e38, 3.4e38, float("inf"), float("nan"), 1e-40])
+    weight = values.clone().requires_grad_()
+    rounded = weight_rounding.round_to_bfloat16(weight)
+    assert torch.equal(rounded.nan_to_num(7), values.bfloat16().nan_to_num(7))
+    rounded.backward(torch.arange(8, dtype=torch.bfloat16))
+    assert weight.grad is not None and torch.equal(weight.grad, torch.arange(8.0))
+    half = values.bfloat16()
+    assert weight_rounding.round_to_bfloat16(half) is half, "a gathered weight is not rounded again"
 
 
 @TORCHAO

@@ -265,7 +265,7 @@ def main() -> None:
     every = [line for path in arguments.facts for line in read(path)]
     lines = judged([line for line in every if line["label"] != PATCHES])
     cells = cells_of(lines)
-    left_out = patches([line for line in every if line["label"] == PATCHES])
+    left_out = patches(every)
     plots = [] if arguments.plots is None else draw(cells, arguments.plots)
     parts = [*goals(lines), *(row for cell in cells for row in table(cell)), *ladder(cells)]
     parts += [*left_out, *plots, *versions(lines)]

@@ -136,7 +136,7 @@ def multiply_in_float8(model: nn.Module, recipe: Recipe, device_type: str) -> li
 
 
 def _forward(module: Any, inputs: Tensor) -> Tensor:
-    """Compute Float8Linear's forward with the weight cast to bfloat16 first, so that profiles do not differ."""
+    """Compute Float8Linear's forward with weight and bias cast to bfloat16 first, so that profiles do not differ."""
     import torch
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
@@ -146,4 +146,4 @@ def _forward(module: Any, inputs: Tensor) -> Tensor:
         return torch.nn.functional.linear(inputs, module.weight, module.bias)
     half, weight = inputs.to(torch.bfloat16), round_to_bfloat16(module.weight)
     result: Tensor = matmul_with_hp_or_float8_args.apply(half, weight.t(), module.linear_mm_config, module.config)
-    return result if module.bias is None else result + module.bias.to(result.dtype)
+    return result if module.bias is None else result + round_to_bfloat16(module.bias)

@@ -1,8 +1,8 @@
 """Round weights to bfloat16 in compiled layers as in others.
 
-torch.compile leaves out a cast to bfloat16 if the next operation of the same kernel casts to float32 again, as scaling
-to 8 bits does. FSDP gathers weights in bfloat16, so the curve would depend on the profile. An operation of its own is
-not part of such a kernel.
+torch.compile leaves out a cast to bfloat16 if the next operation of the same kernel computes in float32, as scaling
+to 8 bits and the sum with a bias do. FSDP gathers weights in bfloat16, so the curve would depend on the profile. An
+operation of its own is not part of such a kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _rounded.register_autograd(_gradient, setup_context=_keep_dtype)
 
 
 def round_to_bfloat16(weight: Tensor) -> Tensor:
-    """Return a weight in bfloat16; one that is in bfloat16 is returned itself.
+    """Return a weight or bias in bfloat16; one that is in bfloat16 is returned itself.
 
     Args:
         weight: The weight, of any shape and floating dtype.

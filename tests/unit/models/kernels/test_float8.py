@@ -86,7 +86,7 @@ def of_weights(*weights: torch.Tensor, compiled: bool = False) -> list[tuple[tor
     for weight in weights:
         model = torch.nn.Sequential(torch.nn.Linear(64, 48))
         model[0].weight.data.copy_(weight)
-        model[0].bias.data.zero_()
+        model[0].bias.data.copy_(weight[:, 0])
         multiply_in_float8(model, FP8, "cpu")
         leaf = inputs.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -179,13 +179,15 @@ GOALS = [
 
 
 def untraced(lines: Sequence[dict[str, Any]], where: dict[str, Any], side: Side) -> list[dict[str, Any]]:
-    """Return the untraced lines of a peer and a label with these fields, the newest last.
+    """Return the untraced lines of a peer and a label with these fields and all patches, the newest last.
 
     Older lines lack the field `four_bit`; their frozen weights were not in 4 bits.
     """
     where = {"four_bit": False} | where
     fits = [
-        {"four_bit": False} | line for line in lines if (line["peer"], line["label"]) == side and not line["traced"]
+        {"four_bit": False} | line
+        for line in lines
+        if (line["peer"], line["label"]) == side and not line["traced"] and not line.get("without")
     ]
     return sorted((line for line in fits if where.items() <= line.items()), key=lambda line: float(line["time"]))
 
@@ -215,11 +217,7 @@ def judge(lines: Sequence[dict[str, Any]]) -> list[tuple[Goal, float | None, str
         ours, theirs = side_by_side(of_us, of_them)
         ratio = ours[SPEED] / theirs[SPEED]
         verdict = "reached" if ratio >= goal.least else "missed"
-        if (
-            "agrees" not in ours
-            and theirs["peer"] in ("ftcli", "unsloth", "torchtitan")
-            and theirs["steps"] == ours["steps"]
-        ):
+        if "agrees" not in ours and theirs["peer"] in COMPARED and theirs["steps"] == ours["steps"]:
             ours = ours | {"agrees": within(apart(ours, theirs))}  # without a reference, its two lines are compared
         if "agrees" not in ours:
             verdict = "does not count: no reference was measured"

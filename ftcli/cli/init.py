@@ -21,7 +21,7 @@ from ftcli.config.task_registry import find_task
 from ftcli.config.validation import branches, describe_value, validate
 from ftcli.config.yaml_document import dump_document
 from ftcli.data.assets.catalogue import PREFIX, find_asset
-from ftcli.data.paths import local_path
+from ftcli.data.paths import FORMATS, local_path
 from ftcli.data.row_counts import count_rows
 from ftcli.models.estimates.pass_budget import SHORT_ROW
 from ftcli.runtime.errors import InputError
@@ -138,9 +138,12 @@ def fit_few_rows(values: dict[str, Any], *, may_split: bool) -> list[str]:
     data, batch = values["data"], values["batch"]
     train, held_out, usual = Source(**data["train"]), data.get("eval_rows", 0), batch["global_size"]
     path = local_path(train.path)
-    if path is None or not path.exists():
+    if path is None or not (path.is_dir() or (path.is_file() and path.suffix in FORMATS)):
         return []
-    count = count_rows(train, held_out + usual)
+    try:
+        count = count_rows(train, held_out + usual)
+    except (InputError, OSError):  # `ftcli check` reports it
+        return []
     if count is None or not 1 < count < held_out + usual:  # `ftcli check` reports a file with one row
         return []
     changed = []
@@ -151,7 +154,9 @@ def fit_few_rows(values: dict[str, Any], *, may_split: bool) -> list[str]:
     if left < usual and not may_split:
         batch["global_size"] = 1 << left.bit_length() - 1  # a power of two, which many numbers of processes divide
         changed.append("batch.global_size")
-    text = f"{path.name} has only {count} rows, so this recipe has smaller values than usual: {' and '.join(changed)}."
+    text = (
+        f"{_shown(path)} has only {count} rows, so this recipe has smaller values than usual: {' and '.join(changed)}."
+    )
     return [*textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# "), "#"] if changed else []
 
 
@@ -172,13 +177,18 @@ def propose_packing(values: Mapping[str, Any], data: str) -> list[str]:
         return []
     several, rows = length / max(tokens, 1), values["batch"]["global_size"]
     text = (
-        f"Rows of {path.name} are short: about {tokens:.0f} tokens, {100 * tokens / length:.0f} % of max_length. On a "
-        f"GPU `packing: true` trains several times as many tokens per second. A row is then about {several:.0f} rows "
+        f"Rows of {_shown(path)} are short: about {tokens:.0f} tokens, {100 * tokens / length:.0f} % of max_length. On "
+        f"a GPU `packing: true` trains several times as many tokens per second. A row is then about {several:.0f} rows "
         f"of the file, which do not see each other, and global_size counts these: {max(1, round(rows / several))} "
         f"instead of {rows} keeps the batch, and learning rate and steps with it. `ftcli check` says it from the real "
         "lengths, once `ftcli tokenize` has prepared the rows."
     )
     return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ") + ["#"]
+
+
+def _shown(path: Path) -> str:
+    """Return the name of a file for a comment, which must not contain the end of a line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in path.name)
 
 
 def _head(path: Path, summary: str, notes: list[str]) -> list[str]:

@@ -302,14 +302,15 @@ def _expect_passes(
     may_move = profile is None or profile.may_move_embeddings
     hosted: dict[str, Any] = {"host": host_memory_of(of_machine), "may_move_table": may_move}
     tokens, capacity = _most_tokens(recipe), None if cpu else gpu_memory()
-    compiled = bool(recipe.model.torch_compile)  # if the recipe leaves it open, the run decides
-    sizes, how = measure_model(folder, recipe), {"fused": compiled, "compiled": compiled}
-    lengths, largest = cached_lengths(recipe), None
+    how = dict.fromkeys(("fused", "compiled"), bool(recipe.model.torch_compile))  # left open, the run decides
+    sizes, lengths, largest = measure_model(folder, recipe), cached_lengths(recipe), None
     rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
     longest = max(lengths) if lengths and not recipe.data.packing else tokens
-    shares, frozen = choose_frozen(recipe, sizes, shares, rows=rows, tokens=longest, capacity=capacity, **how)
-    if shares.is_stage_3 and recipe.adapter.type != "none":  # hooks inside layers
-        how = {"fused": False, "compiled": False}
+    compiles = not (shares.is_stage_3 and recipe.adapter.type != "none")  # hooks inside layers
+    in_shards = how if compiles else dict.fromkeys(how, False)
+    known: dict[str, Any] = how | {"rows": rows, "tokens": longest, "capacity": capacity, "host": hosted["host"]}
+    chosen, frozen = choose_frozen(recipe, sizes, shares, in_shards=in_shards, **known)
+    shares, how = chosen, in_shards if chosen == shares else how
     facts = {} if frozen is None else {"frozen weights": frozen.removeprefix("frozen weights ")}
     notes: list[str] = []
     if lengths and not recipe.data.packing:

@@ -171,11 +171,13 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     known = replace(known, plan=plan, tokens=plan.global_size * target.lengths.tokens)
     if target.size is None:
         return known
-    compiled, rows = _compiles(ShardCounts(), target, plan, "none"), recipe.batch.micro_size
-    rows = 1 if rows == "auto" else plan.micro_size
-    how = {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
+    rows = 1 if recipe.batch.micro_size == "auto" else plan.micro_size
+    how, in_shards = (
+        {"fused": compiled or _has_liger(target, compiled), "compiled": compiled}
+        for compiled in (_compiles(counts, target, plan, "none") for counts in (ShardCounts(), shares))
+    )
     of_rows: dict[str, Any] = {"rows": rows, "tokens": target.longest, "capacity": target.capacity}
-    shares, frozen = choose_frozen(recipe, target.size, shares, **of_rows, **how)
+    shares, frozen = choose_frozen(recipe, target.size, shares, in_shards=in_shards, **of_rows, **how)
     known = replace(known, frozen=frozen)
     if recipe.batch.micro_size == "auto" and target.typical:
         return replace(_by_tokens(profile, target, plan, shares), tokens=known.tokens, frozen=frozen)

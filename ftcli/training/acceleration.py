@@ -216,14 +216,15 @@ def choose_recomputation(
     kind = getattr(getattr(base_model_of(model), "config", None), "model_type", "unknown")
     has_liger = liger_problem(recipe, kind, on_gpu=device_type == "cuda") is None
     norms, capacity = any(trained_norms(model)), min((size for size in capacities if size is not None), default=None)
+    recomputes = can_recompute(model) and not norms
     how_sharded, how_whole = (
-        {"can_recompute": can_recompute(model) and not norms, "fused": each or has_liger, "compiled": each}
+        {"can_recompute": recomputes, "fused": each or has_liger, "compiled": each, "host": min(hosts)}
         for each in (compiled, whole_compiled)
     )
-    is_rare = _has_rare_parts(model, recipe, data.task)
-    shares, frozen_line = _choose_frozen(recipe, data, sizes, of_profile, capacity, how_whole, has_rare_parts=is_rare)
+    either = how_whole | {"in_shards": how_sharded, "has_rare_parts": _has_rare_parts(model, recipe, data.task)}
+    shares, frozen_line = _choose_frozen(recipe, data, sizes, of_profile, capacity, either)
     how: dict[str, Any] = how_sharded if shares == of_profile else how_whole
-    how |= {"capacity": capacity, "host": min(hosts), "may_move_table": profile.may_move_embeddings}
+    how |= {"capacity": capacity, "may_move_table": profile.may_move_embeddings}
     if recipe.batch.micro_size == "auto" and data.sizes is not None:
         choice = _choose_passes(recipe, data, data.sizes, sizes, shares, device_type, how)
     else:
@@ -265,9 +266,7 @@ def _choose_frozen(
     sizes: ModelSize,
     shares: ShardCounts,
     capacity: int | None,
-    how: dict[str, bool],
-    *,
-    has_rare_parts: bool,
+    how: dict[str, Any],
 ) -> tuple[ShardCounts, str | None]:
     """Choose whether frozen weights are sharded. With `batch.micro_size: auto` they are whole if one row fits then."""
     rows, size = 1 if recipe.batch.micro_size == "auto" else data.plan.micro_size, data.sizes
@@ -275,8 +274,7 @@ def _choose_frozen(
     if size is not None and rows > 1 and capacity is not None and shares.shards_on_gpus:
         is_flat = getattr(data.task, "is_flat", False)
         largest = largest_micro_batch(recipe, data.plan, data.rows, size, is_flat=is_flat, size=rows)
-    known: dict[str, Any] = {"capacity": capacity, "largest": largest, "has_rare_parts": has_rare_parts}
-    return choose_frozen(recipe, sizes, shares, rows=rows, tokens=tokens, **known, **how)
+    return choose_frozen(recipe, sizes, shares, rows=rows, tokens=tokens, capacity=capacity, largest=largest, **how)
 
 
 def _has_rare_parts(model: nn.Module, recipe: Recipe, task: Any) -> bool:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.profile import ShardCounts
 from ftcli.models.estimates.memory_estimate import USABLE_FRACTION
-from ftcli.models.estimates.memory_saving import MemorySaving, estimate_saving, savings_to_try
+from ftcli.models.estimates.memory_saving import MemorySaving, estimate_saving, fits_host, savings_to_try
+from ftcli.models.estimates.pass_budget import enough_tokens
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -23,10 +24,12 @@ def choose_frozen(
     tokens: int,
     capacity: int | None,
     largest: int | None = None,
+    host: int | None = None,
     has_rare_parts: bool = False,
     can_recompute: bool = True,
     fused: bool = False,
     compiled: bool = False,
+    in_shards: Mapping[str, Any] | None = None,
 ) -> tuple[ShardCounts, str | None]:
     """Choose whether an adapter and the weights under it are sharded, or whole on each device.
 
@@ -42,10 +45,12 @@ def choose_frozen(
         tokens: Tokens of the longest row. Rows of images have the patches of an image.
         capacity: Memory of the smallest device in bytes; None without a device.
         largest: Tokens of the largest micro-batch; None if every row may be the longest.
+        host: Bytes of host memory that a process may use; None if they are not known.
         has_rare_parts: Whether steps may leave trained weights without a gradient, which ddp does not allow.
         can_recompute: Whether the model's layers support recomputation.
-        fused: Whether the layers are compiled in the modes none and full, or have Liger's norms and gates.
-        compiled: Whether the layers are compiled in the modes none and full.
+        fused: Whether whole layers are compiled in the modes none and full, or have Liger's norms and gates.
+        compiled: Whether whole layers are compiled in the modes none and full.
+        in_shards: `fused` and `compiled` of sharded layers; None if they are the same.
 
     Returns:
         The counts of the run, and a line for the log; None if there is nothing to choose.
@@ -61,10 +66,15 @@ def choose_frozen(
         elif has_rare_parts:
             requested, reason = True, "auto: not every step trains all modules"
         else:
-            how: dict[str, Any] = {"fused": fused, "compiled": compiled}
-            how["tokens"] = rows * sizes.tokens_of_row(tokens) if largest is None else largest
-            savings = savings_to_try(recipe, sizes, whole, can_recompute=can_recompute, compiled=fused)[0]
-            requested, reason = _by_memory(recipe, sizes, (shares, whole), savings, USABLE_FRACTION * capacity, how)
+            batch = rows * sizes.tokens_of_row(tokens) if largest is None else largest
+            if recipe.batch.micro_size == "auto" and largest is None and not recipe.data.packing:
+                # Rows of a step are added until a pass keeps a GPU busy (pass_budget.py).
+                batch = max(batch, min(enough_tokens(sizes.shape), batch * recipe.batch.global_size // shares.weights))
+            own = {"fused": fused, "compiled": compiled}
+            other = own if in_shards is None else {name: in_shards[name] for name in own}
+            ways = savings_to_try(recipe, sizes, whole, can_recompute=can_recompute, compiled=fused)[0]
+            kinds, limit = ((shares, other), (whole, own)), USABLE_FRACTION * capacity
+            requested, reason = _by_memory(recipe, sizes, kinds, ways, limit=limit, tokens=batch, host=host)
     where = f"sharded over {shares.weights} processes" if requested else "whole on each GPU, so trained as under ddp"
     return shares if requested else whole, f"frozen weights {sizes.frozen_bytes / 1e9:.2f} GB, {where} ({reason})"
 
@@ -72,29 +82,34 @@ def choose_frozen(
 def _by_memory(
     recipe: Recipe,
     sizes: ModelSize,
-    counts: tuple[ShardCounts, ShardCounts],
+    kinds: tuple[tuple[ShardCounts, dict[str, bool]], ...],
     savings: Sequence[MemorySaving],
+    *,
     limit: float,
-    how: Mapping[str, Any],
+    tokens: int,
+    host: int | None,
 ) -> tuple[bool, str]:
     """Return whether to shard because of memory, and the reason: whole weights win where both fit with one saving.
-
-    Ways for which `auto` would use the host's memory come last, because its size is not known here.
 
     Args:
         recipe: The recipe of the run.
         sizes: The size of the model.
-        counts: Over how many processes weights are sharded, if they are, and the counts of whole weights.
+        kinds: For sharded and for whole weights: over how many processes, and `fused` and `compiled` of the layers.
         savings: The ways to save memory, the fastest first.
         limit: Usable bytes of the smallest device.
-        how: Further arguments of `estimate_saving`.
+        tokens: Tokens of a forward pass.
+        host: Bytes of host memory that a process may use; None if they are not known.
     """
-    for saving in sorted(savings, key=lambda one: one.on_host != savings[0].on_host):
-        sharded, whole = (estimate_saving(recipe, sizes, each, saving, **how).total for each in counts)
-        if whole <= limit and sizes.shape is None:
+    needed = 0.0
+    for saving in savings:
+        sharded, whole = (estimate_saving(recipe, sizes, counts, saving, tokens=tokens, **how) for counts, how in kinds)
+        if not fits_host(recipe, whole, host):
+            continue
+        needed = whole.total
+        if needed <= limit and sizes.shape is None:
             return True, "auto: activations not known"
-        if whole <= limit:
+        if needed <= limit:
             return False, "auto: they fit" + f" with gradient_checkpointing {saving}" * (saving != savings[0])
-        if sharded <= limit:
+        if sharded.total <= limit:
             break
-    return True, f"auto: whole ones would need {whole / 1e9:.2f} GB"
+    return True, f"auto: whole ones would need {needed / 1e9:.2f} GB"

@@ -244,12 +244,30 @@ def test_judge_prefers_lines_of_one_run() -> None:
     assert ratio_and_verdict([trl, faster], what) == (1.3, "reached; not measured in one run")
 
 
-def test_judge_ignores_ladder_and_traced_lines() -> None:
+def test_judge_takes_the_nearest_line_of_the_other_program() -> None:
+    what, ours = "1B bf16_pure, of TRL at its best", line("ftcli", 120.0, label="extras", agrees=True, time=100.0)
+    near, later = line("trl", 100.0, time=160.0), line("trl", 60.0, time=100.0 + 0.9 * goals.RUN)
+    for lines in ([near, later, ours], [later, ours, near]):
+        assert ratio_and_verdict(lines, what) == (1.2, "reached")
+
+
+def test_judge_compares_the_curves_of_ftcli_and_torchtitan_where_no_reference_was_measured() -> None:
+    what = "8B x8192 FSDP2, two H200s, no flash-attn 4, of torchtitan"
+    cell = {"shape": "llama-3.1-8b", "length": 8192, "processes": 2, "profile": "fsdp", "precision": "bf16"}
+    ours = line("ftcli", 110.0, label="extras, no flash-attn") | cell
+    theirs = line("torchtitan", 100.0) | cell
+    assert ratio_and_verdict([ours, theirs], what) == (pytest.approx(1.1), "reached")
+    other = ours | {"losses": [4.0, 3.0]}
+    assert ratio_and_verdict([other, theirs], what)[1] == "does not count: ftcli's curve differs from the reference"
+
+
+def test_judge_ignores_ladder_and_traced_lines_and_lines_without_a_patch() -> None:
     what = "1B bf16_pure, of TRL at its best"
     slow = line("ftcli", 90.0, label="extras", agrees=True)
     switched = line("ftcli", 200.0, label="ladder", settings=["log.every_steps=1"])
     traced = line("ftcli", 300.0, label="extras", traced=3)
-    assert ratio_and_verdict([line("trl", 100.0), slow, switched, traced], what) == (0.9, "missed")
+    patched = line("ftcli", 80.0, label="extras", agrees=True, without="compiled-layers", time=1.0)
+    assert ratio_and_verdict([line("trl", 100.0), slow, switched, traced, patched], what) == (0.9, "missed")
 
 
 def test_ladder_compares_each_setting_with_the_base_line() -> None:

@@ -13,10 +13,10 @@ import pytest
 from ftcli.cli.init import write_recipe
 from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_data import Data
+from ftcli.config.recipe_data import Data, Source
 from ftcli.config.recipe_training import Batch, Optimizer
 from ftcli.config.task_registry import list_tasks
-from ftcli.data.row_counts import check_row_counts
+from ftcli.data.row_counts import check_row_counts, count_rows
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.sft import Options
 
@@ -180,6 +180,41 @@ def test_write_recipe_for_a_small_file_names_only_the_values_that_it_changed(tmp
     recipe, comments = recipe_for(5, tmp_path, eval="other.jsonl")
     assert (recipe.data.eval_rows, recipe.batch.global_size) == (0, 4)
     assert "than usual: batch.global_size." in comments
+
+
+@pytest.mark.parametrize("name", ["rows.JSONL", "rows.jsonl.gz", "rows", "rows.xyz"])
+def test_write_recipe_for_a_file_of_an_unknown_kind_counts_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n')
+    data = load_recipe(write_recipe("sft", "org/model", str(tmp_path / name), output=tmp_path / "r.yaml")).data
+    assert data.eval_rows == 20
+
+
+def test_write_recipe_for_a_named_pipe_does_not_wait_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    path = write_recipe("sft", "org/model", str(tmp_path / "rows.jsonl"), output=tmp_path / "r.yaml")
+    assert load_recipe(path).data.eval_rows == 20
+
+
+def test_write_recipe_for_a_folder_that_cannot_be_counted_is_written_as_usual(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "again").symlink_to(tmp_path / "images")
+    with pytest.raises(InputError):
+        count_rows(Source(path=str(tmp_path / "images")), 10)
+    path = write_recipe("image_classification", "org/model", str(tmp_path / "images"), output=tmp_path / "r.yaml")
+    assert load_recipe(path).data.eval_rows == 20
+
+
+def test_write_recipe_for_a_file_whose_name_has_line_separators_is_one_comment(tmp_path: Path) -> None:
+    name = "a\u2028b.jsonl"
+    (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    path = write_recipe("sft", "org/model", str(tmp_path / name), output=tmp_path / "r.yaml")
+    assert load_recipe(path).data.train.path.endswith(name) and "a?b.jsonl has only 4 rows" in words_of(path)
+
+
+def test_write_recipe_for_few_pairs_without_partners_keeps_the_rows_of_a_step(tmp_path: Path) -> None:
+    usual = load_recipe(write_recipe("unpaired_preference", "m", "none.jsonl", output=tmp_path / "u.yaml"))
+    recipe, _ = recipe_for(10, tmp_path, task="unpaired_preference")  # each row may become two
+    assert recipe.batch.global_size == usual.batch.global_size
 
 
 def test_write_recipe_for_few_long_texts_keeps_the_rows_of_a_step(tmp_path: Path) -> None:

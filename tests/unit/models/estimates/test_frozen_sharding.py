@@ -133,3 +133,51 @@ def test_weights_are_whole_where_only_host_memory_lets_either_fit() -> None:
     )
     assert shares == ShardCounts()
     assert line is not None and "they fit with gradient_checkpointing full, inputs of layers on the host" in line
+
+
+def of_layers(layers: int, frozen: int) -> ModelSize:
+    assert SIZES.shape is not None
+    return ModelSize(1000, frozen, replace(SIZES.shape, layers=layers))
+
+
+def test_weights_stay_sharded_where_whole_ones_would_need_host_memory_and_shards_do_not() -> None:
+    sizes, tokens = of_layers(64, 10**7), 4096
+    full = needed("full", FSDP, sizes, tokens)
+    limits = {"capacity": int(1.01 * full / USABLE_FRACTION), "rows": 1, "tokens": tokens}
+    assert choose_frozen(recipe(), sizes, FSDP, **limits)[0] == FSDP
+    smaller = of_layers(64, 10**4)
+    of_host = needed("full", FSDP, smaller, tokens)
+    limits["capacity"] = int(0.99 * of_host / USABLE_FRACTION)
+    assert choose_frozen(recipe(), smaller, FSDP, **limits)[0] == ShardCounts()
+    assert choose_frozen(recipe(), smaller, FSDP, **limits, host=1000)[0] == FSDP, "the host has no room"
+
+
+def test_a_model_that_cannot_recompute_is_whole_only_if_it_fits_as_it_is() -> None:
+    sizes, tokens = replace(SIZES, trained=1000, frozen_bytes=10**6), 4096
+    small = int(0.99 * needed("none", FSDP, sizes, tokens) / USABLE_FRACTION)
+    for can_recompute, expected in ((True, ShardCounts()), (False, FSDP)):
+        at = {"rows": 1, "tokens": tokens, "capacity": small, "can_recompute": can_recompute}
+        assert choose_frozen(recipe(), sizes, FSDP, **at)[0] == expected
+
+
+def test_shards_are_estimated_with_their_own_layers() -> None:
+    """Hooks inside layers prevent the compilation of sharded layers, which then need more memory."""
+    plain, sizes, tokens = recipe(), of_layers(8, 10**6), 4096
+    compiling = plain.model_copy(update={"model": plain.model.model_copy(update={"torch_compile": True})})
+    compiled, eager = dict.fromkeys(("fused", "compiled"), True), dict.fromkeys(("fused", "compiled"), False)
+    in_shards = estimate_saving(compiling, sizes, FSDP, MemorySaving("none"), tokens=tokens, **compiled).total
+    at = {"rows": 1, "tokens": tokens, "capacity": int(1.01 * in_shards / USABLE_FRACTION), **compiled}
+    assert choose_frozen(compiling, sizes, FSDP, **at)[0] == FSDP
+    assert choose_frozen(compiling, sizes, FSDP, **at, in_shards=eager)[0] == ShardCounts()
+
+
+def test_with_an_automatic_micro_size_a_pass_has_enough_tokens_for_a_gpu() -> None:
+    automatic = recipe().model_copy(update={"batch": recipe().batch.model_copy(update={"micro_size": "auto"})})
+    sizes = of_layers(64, 10**5)
+    alone = estimate_saving(
+        automatic, sizes, ShardCounts(), MemorySaving("none"), tokens=16, fused=False, compiled=False
+    )
+    at = {"rows": 1, "tokens": 16, "capacity": int(1.001 * alone.total / USABLE_FRACTION)}
+    assert choose_frozen(recipe(), sizes, FSDP, **at)[1] == choose_frozen(automatic, sizes, FSDP, **at, largest=16)[1]
+    line = choose_frozen(automatic, sizes, FSDP, **at)[1]
+    assert line is not None and "(auto: they fit)" not in line, "8 rows of a step are 2 of a process"

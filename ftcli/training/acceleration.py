@@ -268,7 +268,7 @@ def _choose_frozen(
     capacity: int | None,
     how: dict[str, Any],
 ) -> tuple[ShardCounts, str | None]:
-    """Choose whether frozen weights are sharded. With `batch.micro_size: auto` they are whole if one row fits then."""
+    """Choose whether frozen weights are sharded. With `batch.micro_size: auto` a pass has at least one row."""
     rows, size = 1 if recipe.batch.micro_size == "auto" else data.plan.micro_size, data.sizes
     tokens, largest = _longest_row(recipe, data.rows), None
     if size is not None and rows > 1 and capacity is not None and shares.shards_on_gpus:

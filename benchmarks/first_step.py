@@ -44,17 +44,8 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
     profile = "single" if arguments.processes == 1 else "ddp"
-    cell = Cell(
-        "ftcli",
-        arguments.shape,
-        arguments.length,
-        2,
-        "pretrain",
-        profile,
-        arguments.processes,
-        lora=RANK,
-        cpu=arguments.cpu,
-    )
+    sizes = {"shape": arguments.shape, "length": arguments.length, "micro_size": 2, "processes": arguments.processes}
+    cell = Cell(peer="ftcli", task="pretrain", profile=profile, lora=RANK, cpu=arguments.cpu, **sizes)
     inputs = make_inputs(cell, arguments.work)
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
         for number in range(arguments.starts):

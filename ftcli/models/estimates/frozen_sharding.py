@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.profile import ShardCounts
 from ftcli.models.estimates.memory_estimate import USABLE_FRACTION
 from ftcli.models.estimates.memory_saving import MemorySaving, estimate_saving, fits_host, savings_to_try
-from ftcli.models.estimates.pass_budget import enough_tokens
+from ftcli.models.estimates.pass_budget import needed_tokens
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -68,8 +68,7 @@ def choose_frozen(
         else:
             batch = rows * sizes.tokens_of_row(tokens) if largest is None else largest
             if recipe.batch.micro_size == "auto" and largest is None and not recipe.data.packing:
-                # Rows of a step are added until a pass keeps a GPU busy (pass_budget.py).
-                batch = max(batch, min(enough_tokens(sizes.shape), batch * recipe.batch.global_size // shares.weights))
+                batch = needed_tokens(batch, batch * recipe.batch.global_size // shares.weights, sizes.shape)
             own = {"fused": fused, "compiled": compiled}
             other = own if in_shards is None else {name: in_shards[name] for name in own}
             ways = savings_to_try(recipe, sizes, whole, can_recompute=can_recompute, compiled=fused)[0]

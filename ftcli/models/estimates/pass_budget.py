@@ -62,6 +62,17 @@ def enough_tokens(shape: Shape | None) -> int:
     return min(max(int(TOKENS_TIMES_WEIGHTS["cuda"] / shape.layer_products), LEAST_ENOUGH), MOST_ENOUGH)
 
 
+def needed_tokens(longest: int, of_step: int, shape: Shape | None) -> int:
+    """Return the tokens for which a pass must have room: of the longest row, and enough to keep a GPU busy.
+
+    Args:
+        longest: Tokens of the longest row.
+        of_step: Tokens of one process in a step, or the most that they can be.
+        shape: The sizes of the model; None if it is not a known transformer.
+    """
+    return max(longest, min(of_step, enough_tokens(shape)))
+
+
 def pass_costs(device_type: str, shape: Shape | None) -> dict[str, int]:
     """Return what a forward pass costs besides its tokens: `enough` and `overhead` of `PassRule`.
 
@@ -124,8 +135,7 @@ def choose_budget(
             low, high = (tokens, high) if fits else (low, tokens)
         return low
 
-    enough = enough_tokens(sizes.shape)
-    needed = max(longest, min(of_step, enough))
+    enough, needed = enough_tokens(sizes.shape), needed_tokens(longest, of_step, sizes.shape)
     saving = next((one for one in savings if fitting(one, USABLE_FRACTION) >= needed), None)
     if saving is None:  # the least memory, and the first of equal ones
         estimates = {one: estimate_saving(recipe, sizes, shares, one, tokens=longest, **how) for one in savings}

@@ -179,6 +179,7 @@ two_3b() { # all weights of 3B in shards, without flash-attn
     at+=(--processes 2)
     more two_3b_bare 150 "${at[@]}" --profile fsdp --peer bare
     more two_3b_fsdp 150 "${at[@]}" --profile fsdp "${best[@]}"
+    more two_3b_trl 150 "${at[@]}" --profile fsdp --peer trl
     more two_3b_zero3 150 "${at[@]}" --profile zero3 "${best[@]}"
 }
 

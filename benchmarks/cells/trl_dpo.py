@@ -33,7 +33,8 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
         def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
             return dataset
 
-    options = best(cpu=cell.cpu) | {name: yaml.safe_load(value) for name, value in cell.named.items()}
+    options = best(cpu=cell.cpu, without_flash="sdpa")  # pairs are padded
+    options |= {name: yaml.safe_load(value) for name, value in cell.named.items()}
     kernel, is_sorted = options.pop("attn_implementation"), bool(options.pop("sort", False))
     dtype = torch.bfloat16 if cell.precision == "bf16_pure" or cell.lora else torch.float32
     model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=dtype, attn_implementation=kernel)

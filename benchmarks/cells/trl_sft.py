@@ -1,9 +1,9 @@
 """Train the peers `trl` and `trl-default`: TRL's SFTTrainer on the packed rows of the cell, in their order.
 
 `trl-default` has TRL's defaults. `trl` has its best known settings: flash-attn-4 and Liger if they are installed, and
-no gradient checkpointing. Rows are passed packed, with `seq_lengths`, in the format of TRL's own packing. So both peers
-train the same rows as ftcli. Short rows are passed one by one. `trl` concatenates those of a micro-batch (TRL's
-`padding_free`), without flash-attn by torch's variable-length attention, which computes the same. Settings:
+no gradient checkpointing. Without flash-attn it has torch's variable-length attention, which computes the same. Rows
+are passed packed, with `seq_lengths`, in the format of TRL's own packing. So both peers train the same rows as ftcli.
+Short rows are passed one by one. `trl` concatenates those of a micro-batch (TRL's `padding_free`). Settings:
 `attn_implementation`, or a field of SFTConfig.
 """
 
@@ -29,7 +29,7 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    options = {} if cell.peer == "trl-default" else best(cpu=cell.cpu, short=cell.median > 0)
+    options = {} if cell.peer == "trl-default" else best(cpu=cell.cpu)
     options |= {name: yaml.safe_load(value) for name, value in cell.named.items()}
     kernel = options.pop("attn_implementation", "sdpa")
     if kernel == VARLEN:
@@ -62,12 +62,11 @@ PACKED = {
 RECORDED = ("use_liger_kernel", "gradient_checkpointing", "torch_compile", "dataloader_num_workers", "padding_free")
 
 
-def best(*, cpu: bool, short: bool = False) -> dict[str, Any]:
-    """Return TRL's best known settings for the packages that are installed, and for short rows if `short`."""
-    has_flash = importlib.util.find_spec("flash_attn") is not None and not cpu
-    without_flash = VARLEN if short and not cpu else "sdpa"
+def best(*, cpu: bool, without_flash: str = VARLEN) -> dict[str, Any]:
+    """Return TRL's best known settings for the packages that are installed, `without_flash` for GPUs that lack it."""
+    on_gpu = "flash_attention_4" if importlib.util.find_spec("flash_attn") is not None else without_flash
     return {
-        "attn_implementation": "flash_attention_4" if has_flash else without_flash,
+        "attn_implementation": "sdpa" if cpu else on_gpu,
         "use_liger_kernel": importlib.util.find_spec("liger_kernel") is not None and not cpu,
         "gradient_checkpointing": False,
         "dataloader_num_workers": 0 if cpu else 2,

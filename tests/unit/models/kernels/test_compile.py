@@ -337,6 +337,26 @@ def test_compile_layers_passes_no_number_as_a_tensor_on_the_host(monkeypatch: py
     assert counters["stats"]["unique_graphs"] == 1, "the first layer has a graph of its own"
 
 
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_compile_layers_keeps_sizes_of_heads_constant_in_shards_too(
+    in_shards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def noted(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        given.extend(inputs)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=noted))
+    torch._dynamo.reset()
+    model = tiny("llama").train()
+    compile_layers(model, compiled_recipe("llama"))
+    for module in model.modules() if in_shards else ():
+        module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # as `fully_shard` marks them
+    model(input_ids=torch.arange(3, 12)[None], use_cache=False)
+    assert {int(value) for value in given if isinstance(value, (int, torch.SymInt))} <= {9}, "the length is a symbol"
+
+
 def test_compile_layers_below_the_first_layer_with_an_adapter_computes_no_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

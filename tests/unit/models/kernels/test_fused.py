@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from ftcli.hardware.gradient_reduction import mean_of_rows, sum_of_rows
 from ftcli.models.kernels.compile import COMPILERS
 from ftcli.models.kernels.fused import Fused
 from ftcli.models.kernels.linear_cross_entropy import nll_in_one_pass, plain_nll
@@ -138,3 +139,18 @@ def test_fused_one_compiled_step_of_adamw_serves_weights_of_any_size(
     monkeypatch.setattr(Fused, "DEVICE_TYPES", ())
     for actual, expected in zip(compiled, walk(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)
+
+
+@COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize("formula", [sum_of_rows, mean_of_rows])
+def test_fused_sum_over_ranks_rounds_nothing_to_16_bits(on_cpu: None, formula: Any) -> None:
+    fused, draw = Fused(formula), torch.Generator().manual_seed(0)
+    for size in ((5, 16), (80, 16), (7, 1)):
+        parts = torch.randn(3, *size, generator=draw).bfloat16()
+        expected = parts.double().sum(0) if formula is sum_of_rows else parts.double().mean(0)
+        out = torch.empty(size)
+        assert fused(out, *parts).data_ptr() == out.data_ptr()
+        torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+    assert fused.problem is None
+    assert counters["stats"]["unique_graphs"] == 2, "one of rows of 16, one of single elements"

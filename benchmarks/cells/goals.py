@@ -14,7 +14,7 @@ COMPARED = ("ftcli", "unsloth", "torchtitan")  # peers whose line is compared wi
 Side = tuple[str, str]  # peer and label of a line
 PLAIN, EXTRAS = ("ftcli", "no extras"), ("ftcli", "extras")
 NO_FLASH, FP8 = ("ftcli", "extras, no flash-attn"), ("ftcli", "fp8, no flash-attn")
-BARE, FLASH, TRL = ("bare", ""), ("bare", "flash-attn-4"), ("trl", "")
+BARE, FLASH, TRL, TITAN = ("bare", ""), ("bare", "flash-attn-4"), ("trl", ""), ("torchtitan", "")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ FSDP, ZERO = (LARGE | MASTERS | {"length": 8192, "profile": name, "lora": 0} for
 SHARDS = (4, 2)  # numbers of GPUs; the goals were set for four
 DDP = SMALL | MASTERS | {"profile": "ddp"}
 OF_FSDP = {"profile": "fsdp"}
-TWO = {"processes": 2}
+SLOWLY = {"learning_rate": 1e-6}  # at 5e-6, random weights amplify the rounding of 8 bits
+TWO, FOUR = {"processes": 2}, {"processes": 4}
 ALONE = {"profile": "single", "processes": 1}
 LORA = LARGE | {"length": 4096, "lora": 16, "micro_size": 2}
 QLORA = LORA | {"four_bit": True}
@@ -120,6 +121,7 @@ GOALS = [
             ("QLoRA", QLORA, "8 rows, on the host what can be", 8, ("ftcli", ON_HOST), ("unsloth", HOST_TABLE)),
         )
     ),
+    Goal("1B in fp8, no flash-attn 4, of bf16", SMALL | MASTERS | SLOWLY, FP8, NO_FLASH, 1.0),
     Goal("0.6B bf16_pure, of TRL at its best", QWEN, EXTRAS, TRL, 1.6),
     Goal("0.6B bf16_pure, of the bare loop", QWEN, EXTRAS, BARE, 1.05),
     Goal("1B DDP x2, per GPU, of one GPU alone", DDP | {"processes": 2}, EXTRAS, EXTRAS, 0.98, ALONE),
@@ -130,16 +132,24 @@ GOALS = [
         for goal in (
             Goal(f"8B x8192 FSDP2 x{n}, of the bare loop", FSDP | {"processes": n}, EXTRAS, FLASH, 1.05),
             Goal(f"8B x8192 FSDP2 x{n}, of TRL at its best", FSDP | {"processes": n}, EXTRAS, TRL, 1.5),
-            Goal(f"8B x8192 FSDP2 x{n}, of torchtitan", FSDP | {"processes": n}, EXTRAS, ("torchtitan", ""), 0.97),
+            Goal(f"8B x8192 FSDP2 x{n}, of torchtitan", FSDP | {"processes": n}, EXTRAS, TITAN, 0.97),
             Goal(
                 f"8B x8192 FSDP2 x{n} in fp8, of ftcli in bf16", FSDP | {"processes": n}, ("ftcli", "fp8"), EXTRAS, 1.2
             ),
             Goal(f"8B x8192 ZeRO-3 x{n}, of ftcli under FSDP2", ZERO | {"processes": n}, EXTRAS, EXTRAS, 0.97, OF_FSDP),
         )
     ),
-    Goal("8B x8192 FSDP2, two H200s, no flash-attn 4, of torchtitan", FSDP | TWO, NO_FLASH, ("torchtitan", ""), 1.05),
-    Goal("8B x8192 FSDP2, two H200s, no flash-attn 4, in fp8, of bf16", FSDP | TWO, FP8, NO_FLASH, 1.2),
-    Goal("8B x8192 ZeRO-3, two H200s, no flash-attn 4, of FSDP2", ZERO | TWO, NO_FLASH, NO_FLASH, 0.97, OF_FSDP),
+    *(
+        goal
+        for gpus, count in (("two H200s", TWO), ("four H200s", FOUR))
+        for goal in (
+            Goal(f"8B x8192 FSDP2, {gpus}, no flash-attn 4, of torchtitan", FSDP | count, NO_FLASH, TITAN, 1.05),
+            Goal(f"8B x8192 FSDP2, {gpus}, no flash-attn 4, in fp8, of bf16", FSDP | count, FP8, NO_FLASH, 1.2),
+            Goal(
+                f"8B x8192 ZeRO-3, {gpus}, no flash-attn 4, of FSDP2", ZERO | count, NO_FLASH, NO_FLASH, 0.97, OF_FSDP
+            ),
+        )
+    ),
     Goal("1B DDP, two H100s, per GPU, of one", DDP | {"processes": 2}, H100, H100, 0.97, ALONE),
     Goal("1B DDP, two H100s, of the bare loop", DDP | {"processes": 2}, H100, ("bare", "H100"), 1.1),
     Goal("8B LoRA DDP, two H100s, per GPU, of one", LORA | {"profile": "ddp"}, H100, H100, 0.97, ALONE),
@@ -148,6 +158,8 @@ GOALS = [
     Goal("8B LoRA FSDP2, two H100s, of the bare loop", LORA | {"profile": "fsdp"}, H100, ("bare", NO_LIGER), 1.1),
     Goal("8B LoRA FSDP2, two H100s, of TRL", LORA | {"profile": "fsdp"}, H100, ("trl", NO_LIGER), 1.1),
     Goal("3B x8192 FSDP2, two H100s, of the bare loop", THREE | {"profile": "fsdp"}, H100, ("bare", "H100"), 1.1),
+    Goal("3B x8192 FSDP2, two H200s, of the bare loop", THREE | {"profile": "fsdp"}, NO_FLASH, BARE, 1.1),
+    Goal("3B x8192 FSDP2, two H200s, of TRL at its best", THREE | {"profile": "fsdp"}, NO_FLASH, TRL, 1.1),
     *(
         Goal(f"{name} x4096 ZeRO-3, two H100s, of FSDP2", where | {"profile": "zero3"}, H100, H100, 0.97, OF_FSDP)
         for name, where in (
@@ -159,6 +171,14 @@ GOALS = [
     *(
         Goal(f"{name} ZeRO-3, two H200s, of FSDP2", where | {"profile": "zero3"}, NO_FLASH, NO_FLASH, 0.97, OF_FSDP)
         for name, where in (("1B x4096", DDP | {"processes": 2}), ("3B x8192", THREE))
+    ),
+    Goal(
+        "8B QLoRA FSDP2, one row, recomputed, two H200s, of DDP",
+        QLORA | {"profile": "fsdp", "micro_size": 1},
+        ("ftcli", AGAIN),
+        ("ftcli", AGAIN),
+        0.97,
+        {"profile": "ddp"},
     ),
     Goal(
         "8B QLoRA FSDP2, two H200s, of DDP", QLORA | {"profile": "fsdp"}, NO_FLASH, NO_FLASH, 0.97, {"profile": "ddp"}

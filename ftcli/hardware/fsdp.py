@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -19,6 +20,7 @@ from ftcli.models.structure import LAYERS, base_model_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.patches import declare
 from ftcli.runtime.process import world_size
+from ftcli.runtime.process_settings import change
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,6 +58,17 @@ EMBEDDINGS = declare(
     apis=("accelerate.utils.fsdp_utils:fsdp2_prepare_model",),
     required=True,
     also=embeddings_problem,
+)
+CONSTANT_SIZES = declare(
+    __name__,
+    "fsdp-constant-sizes",
+    library="torch",
+    versions=">=2.11,<2.14",
+    purpose="Makes compiled layers in shards treat integers, such as the size of a head, as constants",
+    without="Kernels of such layers then divide by a symbol: rotary embeddings take about eight times as long.",
+    alternative="`torch.compile(dynamic=False)`, which compiles a graph for each length of rows.",
+    apis=("torch._dynamo.config:skip_fsdp_guards",),
+    measurement="../explanation/performance.md",
 )
 
 
@@ -184,6 +197,7 @@ class FSDP2(Backend):
                 blocks[-1].set_reshard_after_forward(False)
         if self.sync_every_micro_batch:
             send_gradients_in_16_bits(model)
+        keep_sizes_constant()
 
     def share_weight_casts(self, accelerator: Accelerator) -> AbstractContextManager[None]:
         """Return a context that keeps no casts: weights are freed after use, but their whole casts would remain."""
@@ -245,6 +259,17 @@ class FSDP2(Backend):
                 local = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in tensors.items()}
                 saved = slice(0, local["weight"].numel()) if is_first_copy else NO_ELEMENTS
                 yield StateShard(name, start, local, saved)
+
+
+def keep_sizes_constant() -> None:
+    """Make torch.compile treat integers of modules in shards as constants of a graph, as it does for other modules.
+
+    Otherwise they are symbols of graphs for all lengths of rows. Nothing changes if no layer is compiled.
+    """
+    if "torch._dynamo" in sys.modules and CONSTANT_SIZES.is_usable():
+        import torch._dynamo.config
+
+        change(torch._dynamo.config, "skip_fsdp_guards", False)
 
 
 def _device_mesh_options() -> dict[str, Any]:

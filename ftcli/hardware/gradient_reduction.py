@@ -14,7 +14,7 @@ from torch import Tensor
 from ftcli.models.kernels.fused import Fused
 from ftcli.runtime.process import local_world_size
 
-ALIGNED = 16  # elements that a kernel loads together
+WIDTH = 16  # elements that a kernel loads together
 
 
 def in_one_machine(ranks: int) -> bool:
@@ -40,7 +40,7 @@ def reduce_scatter_in_float32(
     dist.all_to_all_single(received, rows, group=group)
     if out is None:
         out = rows.new_empty(rows.shape[1], dtype=torch.float32)
-    width = ALIGNED if len(out) % ALIGNED == 0 else 1
+    width = WIDTH if len(out) % WIDTH == 0 else 1
     (_mean if mean else _sum)(out.view(-1, width), *received.view(len(rows), -1, width))
     return out
 

@@ -38,6 +38,7 @@ RUNS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "fsdp": {
         "fsdp-small-unit": ("sft-untied", BF16),
         "fsdp-16-bit-gradients": ("sft-untied", BF16),
+        "fsdp-constant-sizes": ("sft-untied", BF16 | COMPILED),
         "foreach-gradients": ("sft-untied", BF16),
     },
     "zero3": {

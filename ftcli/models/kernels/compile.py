@@ -68,10 +68,7 @@ COMPILING = declare(
     without="Layers are then not compiled.",
     alternative="`torch.compile(options=...)`, which takes the options of Inductor only.",
     apis=(
-        *(
-            f"torch._dynamo.config:{name}"
-            for name in ("suppress_errors", "optimize_ddp", "specialize_float", "skip_fsdp_guards")
-        ),
+        *(f"torch._dynamo.config:{name}" for name in ("suppress_errors", "optimize_ddp", "specialize_float")),
         *(f"torch._inductor.config:{name}" for name in ("emulate_precision_casts", "fallback_random")),
         "torch._functorch.config:activation_memory_budget",
         "torch.fx.experimental._config:use_duck_shape",
@@ -165,7 +162,6 @@ def compile_layers(
     _round_like_uncompiled_layers(recipe)
     _use_a_symbol_for_each_size()
     _specialize_floats()
-    _specialize_integers_in_shards()
     _recompute_cheap_results(recipe, recomputed)
     leave_out_unread_outputs(model, recomputed)
     for layer in layers:
@@ -289,18 +285,6 @@ def _specialize_floats() -> None:
     import torch._dynamo
 
     change(torch._dynamo.config, "specialize_float", True)
-
-
-def _specialize_integers_in_shards() -> None:
-    """Compile an integer of a layer (the size of its heads) as a constant of its graph in FSDP's shards too.
-
-    torch.compile does so for other modules. For those that FSDP manages, an integer becomes a symbol of graphs for all
-    lengths. Kernels then divide 64-bit numbers by the size of a head for each element, and rotary embeddings take six
-    to eight times as long (docs/explanation/performance.md).
-    """
-    import torch._dynamo
-
-    change(torch._dynamo.config, "skip_fsdp_guards", False)
 
 
 def _recompute_cheap_results(recipe: Recipe, recomputed: str) -> None:

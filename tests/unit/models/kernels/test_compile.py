@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.config.plan import Plan
 from ftcli.data.cache import PreparedRows
+from ftcli.hardware.fsdp import keep_sizes_constant
 from ftcli.loop import steps
 from ftcli.models.adapters import add_adapter
 from ftcli.models.architectures import architecture_of, model_types_with
@@ -351,8 +352,10 @@ def test_compile_layers_keeps_sizes_of_heads_constant_in_shards_too(
     torch._dynamo.reset()
     model = tiny("llama").train()
     compile_layers(model, compiled_recipe("llama"))
-    for module in model.modules() if in_shards else ():
-        module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # as `fully_shard` marks them
+    if in_shards:
+        keep_sizes_constant()
+        for module in model.modules():
+            module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # as `fully_shard` marks them
     model(input_ids=torch.arange(3, 12)[None], use_cache=False)
     assert {int(value) for value in given if isinstance(value, (int, torch.SymInt))} <= {9}, "the length is a symbol"
 

@@ -26,7 +26,7 @@ from ftcli.runtime.errors import (
 )
 from ftcli.runtime.process import has_ftcli_parent
 from ftcli.runtime.redaction import redact
-from ftcli.runtime.stop import Stopped
+from ftcli.runtime.stop import Stopped, ending_with_process
 from ftcli.runtime.terminal import print_text, replace_what_cannot_be_shown
 from ftcli.runtime.threads import wait_passively
 
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     replace_what_cannot_be_shown()
     wait_passively(cpu="--cpu" in (sys.argv[1:] if arguments is None else arguments))  # before torch is loaded
     try:
-        command_line()(args=None if arguments is None else list(arguments), prog_name="ftcli")
+        with ending_with_process():
+            command_line()(args=None if arguments is None else list(arguments), prog_name="ftcli")
     except InputError as error:
         if not _is_printed_elsewhere(error):
             for problem in error.problems:

@@ -189,8 +189,9 @@ def load_generator(
     import torch
     import transformers
 
+    from ftcli.checkpoint.final import load_plain
     from ftcli.hardware.environment import quiet_libraries
-    from ftcli.models.hub import load_from_hub
+    from ftcli.models.hub import checked_base_revision, load_from_hub
     from ftcli.models.tokenizer import load_tokenizer
 
     quiet_libraries()
@@ -214,7 +215,12 @@ def load_generator(
     chat.require_template(name, tokenizer)
     check_variables(chat.variables, texts_of(tokenizer.chat_template), FLAG)
     log_line(f"loading {name} on {device}")
-    model = load_from_hub(getattr(transformers, CAUSAL_LM), section, dtype=torch.float32).eval()
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        # transformers would not make room for the embeddings of new tokens
+        revision = checked_base_revision(path)
+        model = load_plain(CAUSAL_LM, path, trust_remote_code=trust_remote_code, revision=revision)
+    else:
+        model = load_from_hub(getattr(transformers, CAUSAL_LM), section, dtype=torch.float32).eval()
 
     def encode(
         prompt: PromptInput, *, chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any

@@ -25,7 +25,7 @@ from ftcli.runtime.errors import EXIT_FAILED, EXIT_INPUT, EXIT_SIGNAL, RunFolder
 from ftcli.runtime.folder_lock import is_gone
 from ftcli.runtime.log import log_line
 from ftcli.runtime.run_folder import FLIGHT_RECORDER, HEARTBEATS, RunFolder
-from ftcli.runtime.stop import STARTED, STOP_SIGNALS, record_early_stop, repeat_seconds
+from ftcli.runtime.stop import STARTED, STOP_SIGNALS, ignore_repetitions, record_early_stop, repeat_seconds
 
 FAILURE_GRACE_SECONDS = 10.0  # for the other ranks to end after a rank has recorded a failure
 LOSS_GRACE_SECONDS = 3.0  # after a rank was killed, because the others cannot finish anything without it
@@ -186,6 +186,8 @@ class Signals:
     def __exit__(self, *exception: object) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
+        if self.names:
+            ignore_repetitions(self.names[-1], self._last_time + self._repeat - self._clock())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The handler must not print: it may interrupt a print, and a second one inside it would raise.

@@ -143,8 +143,18 @@ def _local_or_cached(name: str, revision: str | None, *, fetch: bool) -> Path | 
     return folder
 
 
-def _checked_base_revision(folder: Path | None) -> str | None:
-    """Return the commit of the base of the adapter in a local folder, after a check that the base is the same."""
+def checked_base_revision(folder: Path | None) -> str | None:
+    """Return the commit of the base of the adapter in a local folder, after a check that the base is the same.
+
+    Args:
+        folder: The folder; None for a model on the hub.
+
+    Returns:
+        The commit; None if the folder holds no adapter or names no commit.
+
+    Raises:
+        InputError: The base has changed since the adapter was trained.
+    """
     base = None if folder is None else base_of(folder)
     if folder is None or base is None:
         return None
@@ -175,7 +185,7 @@ def load_from_hub(auto: Any, section: Model, *, key: str = MODEL_KEY, **kwargs: 
     revision = section.revision if folder is None else None
     if auto.__name__ not in NEEDS:
         check_named_code(section.name, revision, trusted=section.trust_remote_code)
-        revision = _checked_base_revision(folder) or revision
+        revision = checked_base_revision(folder) or revision
     elif folder is not None:
         check_configs(folder, trusted=section.trust_remote_code)
     if revision is not None:

@@ -155,9 +155,9 @@ class RunFolder:
 
     def _never_started(self) -> bool:
         """Return whether the run in this folder ended before its first step, so that nothing is lost."""
-        status = self.status()
-        has_results = any((self.path / name).exists() for name in RUN_FILES[1:])
-        return status.get("state") in ("failed", "stopped") and status.get("step") == 0 and not has_results
+        status, origin = self.status(), read_object(self.path / ORIGIN) or {}
+        has_no_step = status.get("state") in ("failed", "stopped") and status.get("step") in (0, origin.get("step"))
+        return has_no_step and not any((self.path / name).exists() for name in RUN_FILES[1:])
 
     def write_bytes(self, name: str, content: bytes, *, durable: bool = True) -> None:
         """Write one file atomically: the file has its old or its new content, never a part.

@@ -6,6 +6,7 @@ folder. Light: never imports torch.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
@@ -31,6 +32,7 @@ REPEAT_SECONDS = 0.5  # `timeout` sends a signal to the process, and then again 
 # Slurm sends SIGTERM to the processes of a step, and `srun` passes its own SIGTERM on to them.
 SLURM_REPEAT_SECONDS = 5.0
 SLURM_STEP = "SLURM_STEP_ID"  # set by Slurm for the processes of a step
+_ends_with_process = False
 
 
 class Stopped(KeyboardInterrupt):
@@ -91,6 +93,8 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
+        if self._first:
+            ignore_repetitions(self._first, self._signalled + self._repetition_seconds(self._first) - self._clock())
         if not self._launched:
             with suppress(OSError):  # the error of a full or failing disk is raised elsewhere
                 self._remove_file()
@@ -134,7 +138,7 @@ class StopRequest:
         name = signal.Signals(number).name
         if os.getpid() != self._pid:  # a forked child takes no part in the agreement of the ranks
             _die_of(number)
-        elif self._clock() - self._signalled < max(self._echo, self._repeat if name == self._first else 0.0):
+        elif self._clock() - self._signalled < self._repetition_seconds(name):
             return  # a repetition of the first signal
         elif self._signalled > -math.inf:  # a second signal ends the process at once
             self._restore()
@@ -154,6 +158,10 @@ class StopRequest:
                     f"ftcli: {name}: stopping after the current step; a second signal ends the run at once\n".encode(),
                 )
 
+    def _repetition_seconds(self, name: str) -> float:
+        """Return for how long after the first signal one with this name is a repetition of it."""
+        return max(self._echo, self._repeat if name == self._first else 0.0)
+
     def _restore(self) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
@@ -171,6 +179,45 @@ def repeat_seconds() -> float:
         Seconds. Inside a Slurm step more than elsewhere, because Slurm sends SIGTERM several times.
     """
     return SLURM_REPEAT_SECONDS if SLURM_STEP in os.environ else REPEAT_SECONDS
+
+
+@contextmanager
+def ending_with_process() -> Iterator[None]:
+    """Declare that this process ends after the block, so that repetitions of a signal may be ignored until then."""
+    global _ends_with_process
+    _ends_with_process = True
+    try:
+        yield
+    finally:
+        _ends_with_process = False
+
+
+def ignore_repetitions(name: str, seconds: float) -> None:
+    """Ignore repetitions of a stop signal after the code that handled it has restored the handlers.
+
+    Otherwise a repetition would kill a process that has saved its checkpoint, and its exit code would not be 75.
+    Nothing changes in processes that go on afterwards, such as notebooks.
+
+    Args:
+        name: Name of the signal.
+        seconds: For how long it is ignored. If the process ends before, it is ignored until the end.
+    """
+    if not _ends_with_process or seconds <= 0 or threading.current_thread() is not threading.main_thread():
+        return
+    number, ends = signal.Signals[name], time.monotonic() + seconds
+    previous = signal.getsignal(number)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() >= ends:
+            signal.signal(number, previous)
+            os.kill(os.getpid(), number)
+
+    def ignore() -> None:
+        if time.monotonic() < ends:
+            signal.signal(number, signal.SIG_IGN)  # Python removes its own handlers before the process ends
+
+    signal.signal(number, handle)
+    atexit.register(ignore)
 
 
 def _die_of(number: int) -> None:

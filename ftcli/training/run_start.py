@@ -34,7 +34,9 @@ def write_run_inputs(
     """
     folder.write_text("recipe.yaml", dump_recipe(stored_form(recipe)))
     folder.write_text("profile.yaml", "# trained without a profile\n" if profile is None else profile.as_yaml())
-    if start is not None and not belongs_to(folder, start):
+    if start is None:
+        (folder.path / ORIGIN).unlink(missing_ok=True)  # of an earlier launch that ended before its first step
+    elif not belongs_to(folder, start):
         folder.write_json(ORIGIN, {"checkpoint": str(start.resolve()), "step": step_of(start)})
     if dry_run:
         folder.write_text(DRY_RUN, "a dry run of two steps; the next dry run replaces this folder\n")

@@ -116,15 +116,15 @@ def test_train_stopped_before_sampling_samples_once_after_the_resume(ftcli: RunC
     assert set(state["metrics"]) == {"answer_tokens", "answers_ended"}
 
 
-def test_generate_from_an_adapter_checkpoint_gives_the_answers_of_the_run(ftcli: RunCli) -> None:
-    lora = [f"adapter.{key}" for key in ("type=lora", "r=3")]
+def test_generate_from_an_adapter_its_checkpoint_and_its_folder_gives_the_answers_of_the_run(ftcli: RunCli) -> None:
+    lora = ("adapter.type=lora", "adapter.r=3", "model.new_tokens=[<a>,<b>]")
     code, _, err = ftcli("train", "r.yaml", "--output", "lora", *(word for key in lora for word in ("--set", key)))
     assert code == 0, err
     answers = [
         ftcli("generate", target, "--prompt", "alpha", "--max-new-tokens", 8)[1]
-        for target in ("lora", checkpoint_path(Path("lora"), 4))
+        for target in ("lora", checkpoint_path(Path("lora"), 4), Path("lora/final"))
     ]
-    assert answers[0] == answers[1] != ""
+    assert answers[0] == answers[1] == answers[2] != ""
     assert_unusable_adapters_are_refused(ftcli, Path("lora"))
 
 

@@ -142,6 +142,39 @@ with StopRequest.listening(sys.argv[1]):
     assert run_script(script, str(tmp_path)).returncode == -signal.SIGINT
 
 
+@pytest.mark.parametrize("handler", ["StopRequest.listening(sys.argv[1])", "Signals()"])
+def test_command_that_has_stopped_survives_the_same_signal_until_it_ends(handler: str, tmp_path: Path) -> None:
+    script = f"""
+import os, signal, sys
+from ftcli.launch.supervisor import Signals
+from ftcli.runtime.stop import StopRequest, ending_with_process
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)  # Python has removed its handlers by then
+late = Late()
+with ending_with_process():
+    with {handler}:
+        signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    sys.exit(75)
+"""
+    assert run_script(script, str(tmp_path), SLURM_STEP_ID="0").returncode == 75
+
+
+def test_command_that_has_stopped_ends_by_a_later_or_another_signal(tmp_path: Path) -> None:
+    script = """
+import signal, sys, time
+from ftcli.runtime.stop import REPEAT_SECONDS, StopRequest, ending_with_process
+with ending_with_process():
+    with StopRequest.listening(sys.argv[1]):
+        signal.raise_signal(signal.SIGTERM)
+    time.sleep(REPEAT_SECONDS if sys.argv[2] == "SIGTERM" else 0)
+    signal.raise_signal(signal.Signals[sys.argv[2]])
+"""
+    for name in ("SIGTERM", "SIGUSR1"):
+        assert run_script(script, str(tmp_path), name).returncode == -signal.Signals[name]
+
+
 def test_stop_request_with_a_time_limit_counts_from_the_start_of_the_launch_and_only_once_the_clock_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

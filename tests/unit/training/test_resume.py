@@ -20,6 +20,7 @@ from ftcli.runtime.folder_lock import LOCK
 from ftcli.runtime.run_folder import ORIGIN, RunFolder
 from ftcli.runtime.stop import StopRequest
 from ftcli.training.resume import belongs_to, check_rows, find_start, is_done, machine_hints, recipe_changes
+from ftcli.training.run_start import write_run_inputs
 
 from ...support.recipes import minimal_values
 from ..checkpoint.test_folder import DATA, write
@@ -297,6 +298,19 @@ def test_run_folder_with_a_run_with_checkpoints_is_not_taken_for_one_that_never_
         folder.claim()
     assert "--resume auto" in str(caught.value)
     folder.claim(resuming=True)
+
+
+def test_run_folder_refused_at_a_checkpoint_of_another_run_can_be_used_again(tmp_path: Path) -> None:
+    start = save(tmp_path / "other", 5)
+    folder = RunFolder(tmp_path / "run")
+    write_run_inputs(folder, recipe(), None, start, dry_run=False)
+    folder.write_status("failed", 5, 2, "other rows")
+    folder.claim()
+    folder.write_status("failed", 6, 2)
+    with pytest.raises(InputError, match="already holds a run"):
+        folder.claim()
+    write_run_inputs(folder, recipe(), None, None, dry_run=False)
+    assert folder.origin() == "", "a run from the beginning does not resume the other run"
 
 
 def test_run_folder_best_checkpoint_needs_evaluation_rows() -> None:

@@ -15,7 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +154,15 @@ def main() -> None:
     recipes = [(kind, write_inputs(parsed.folder, kind, parsed)) for kind in parsed.kinds]
     failed = False
     with ThreadPoolExecutor(parsed.jobs) as pool:
-        running = [
-            (kind, precision, pool.submit(compare, recipe, precision, parsed))
+        running = {
+            pool.submit(compare, recipe, precision, parsed): f"{kind}, {precision}"
             for precision in parsed.precisions
             for kind, recipe in recipes
-        ]
-        for kind, precision, future in running:
+        }
+        for future in as_completed(running):  # a machine may be lost before the last one is done
             code, table = future.result()
             failed = failed or code != 0
-            print(f"{kind}, {precision}: exit code {code}\n\n{table}\n", flush=True)
+            print(f"{running[future]}: exit code {code}\n\n{table}\n", flush=True)
     sys.exit(failed)
 
 

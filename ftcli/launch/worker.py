@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import load_run_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_model import NO_MODEL
+from ftcli.config.recipe_training import ANSWER_METRICS
 from ftcli.runtime.checkpoint_names import step_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.failures import record_failure, watch_parent, watch_peers
@@ -26,6 +27,7 @@ from ftcli.runtime.process import current_rank, has_ftcli_parent, world_size
 from ftcli.runtime.run_folder import START, RunFolder
 from ftcli.runtime.stop import Stopped, StopRequest, record_early_stop
 from ftcli.runtime.torn_files import read_object
+from ftcli.tasks.protocol import properties_of
 from ftcli.training.resume import belongs_to
 from ftcli.training.run import Run
 from ftcli.training.run_start import rewind_run_folder, write_run_inputs
@@ -181,7 +183,10 @@ def check_world(run: Run, profile: Profile | None) -> None:
 
 
 def _record_start(run: Run, folder: RunFolder) -> None:
-    """Write digests of the trained weights to start.json. A collective, which gathers one weight at a time."""
+    """Write digests of the trained weights, and facts for `parity`, to start.json.
+
+    A collective, which gathers one weight at a time.
+    """
     import torch
 
     from ftcli.models.load import largest_dropout
@@ -193,4 +198,5 @@ def _record_start(run: Run, folder: RunFolder) -> None:
     }
     dropout = max(largest_dropout(run.hardware.unwrap(run.model)), run.recipe.adapter.lora_dropout)
     if run.hardware.ranks.is_main:
-        folder.write_json(START, {"weights": weights, "dropout": dropout})
+        uncompared = [*properties_of(run.task).uncompared_metrics, *ANSWER_METRICS]
+        folder.write_json(START, {"weights": weights, "dropout": dropout, "uncompared_metrics": uncompared})

@@ -5,13 +5,13 @@ This module reads run folders. Profile and number of processes are only labels h
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ftcli.checkpoint.weight_distance import distance
 from ftcli.runtime.run_folder import RunFolder
 
 
@@ -51,22 +51,30 @@ class Curve:
         rows: Rows of metrics in the order of time.
         start: Digests of the initial weights, by name.
         final: Folder of the final weights.
+        uncompared: Metrics of evaluations that rounding may change by any amount (`TaskProperties`).
     """
 
     label: str
     rows: list[dict[str, Any]]
     start: dict[str, str]
     final: Path
+    uncompared: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, label: str, folder: RunFolder) -> Curve:
         """Read the curve of a run folder."""
-        return cls(label, folder.metrics(), folder.start()["weights"], folder.final)
+        start = folder.start()
+        return cls(label, folder.metrics(), start["weights"], folder.final, tuple(start.get("uncompared_metrics", ())))
 
     @property
     def training(self) -> list[dict[str, Any]]:
         """Rows of optimizer steps."""
         return [row for row in self.rows if "loss" in row]
+
+    def compares(self, name: str) -> bool:
+        """Return whether a key is a metric of an evaluation that is compared. A source or a label may be part of it."""
+        parts = f"/{name.removeprefix(EVALUATED)}/"
+        return name.startswith(EVALUATED) and not any(f"/{metric}/" in parts for metric in self.uncompared)
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,15 @@ class Departure:
     most: float | None = None
 
     def __str__(self) -> str:
-        verb = "differs" if self.difference is None else "leaves the tolerance"
-        text = f"{self.label}: {self.quantity} {verb}" + ("" if self.step is None else f" at step {self.step}")
+        one_sided = self.difference == math.inf and self.value is not None
+        outside = "is finite in one run only" if one_sided else "leaves the tolerance"
+        text = f"{self.label}: {self.quantity} {'differs' if self.difference is None else outside}"
+        text += "" if self.step is None else f" at step {self.step}"
         if self.value is not None:
             text += f": {_format_value(self.value)} against {_format_value(self.reference)}"
+        if one_sided:  # other steps that are not finite have no row of metrics
+            is_skipped = self.quantity in STEP_QUANTITIES.values()
+            return text + (f". Step {self.step} was skipped in one run only" if is_skipped else "")
         return text if self.difference is None else f"{text} ({self.difference:.1e} > {self.most:g})"
 
 
@@ -105,7 +118,7 @@ class Comparison:
     start: bool
     weights: float | None
     evaluation: float | None
-    further: float | None  # means of terms, notes and sources, in training and in evaluations
+    further: float | None  # means of terms, notes and sources, and metrics of evaluations
     departure: Departure | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,10 +143,10 @@ def compare(run: Curve, reference: Curve, tolerance: Tolerance, *, is_held: bool
     pairs = list(_common_rows(run, reference))
     training = [(a, b) for a, b in pairs if "loss" in b]
     names = _watched_names(run, reference)
-    further = [difference for a, b in pairs for _, difference in _further(a, b, names) if difference is not None]
-    evaluations = [relative(a, b, "eval/loss") for a, b in pairs if "eval/loss" in b]
+    further = [value for a, b in pairs for _, value in _further(a, b, names) if value is not None]
+    evaluations = [relative(a, b, EVALUATION_LOSS) for a, b in pairs if EVALUATION_LOSS in b]
     weights = distance(run.final, reference.final, sum(row["learning_rate"] for row in reference.training))
-    drifts = [(a["loss"] - b["loss"]) / (abs(b["loss"]) or 1.0) for a, b in training]
+    drifts = [difference(a["loss"], b["loss"]) for a, b in training]
     return Comparison(
         label=run.label,
         against=reference.label,
@@ -152,20 +165,38 @@ def compare(run: Curve, reference: Curve, tolerance: Tolerance, *, is_held: bool
     )
 
 
+def difference(value: float, reference: float, *, least: float = 0.0) -> float:
+    """Return the relative difference of two values, with its sign.
+
+    Args:
+        value: The value.
+        reference: The reference.
+        least: Smallest absolute reference that the difference is divided by. Below it the result is absolute.
+
+    Returns:
+        The difference. 0 if neither value is finite: the gradient of a step that both runs skip may be infinite in one
+        and NaN in the other. Infinity if only one is finite. Never NaN, which `max` finds only in some places.
+    """
+    if math.isfinite(value) and math.isfinite(reference):
+        return (value - reference) / (max(abs(reference), least) or 1.0)
+    return math.inf if math.isfinite(value) or math.isfinite(reference) else 0.0
+
+
 def relative(run: dict[str, Any], reference: dict[str, Any], name: str) -> float:
-    """Return the relative difference |a - b| / |b| of one value in two rows."""
-    difference: float = abs(run[name] - reference[name]) / (abs(reference[name]) or 1.0)
-    return difference
+    """Return the relative difference |a - b| / |b| of one value in two rows, as `difference` defines it."""
+    return abs(difference(run[name], reference[name]))
 
 
 def _watched_names(run: Curve, reference: Curve) -> set[str]:
-    """Return the keys of terms, notes and sources in rows of training, and their keys in rows of evaluations."""
+    """Return the keys of terms, notes and sources in rows of training, and of all compared metrics of evaluations."""
     names = {name for curve in (run, reference) for row in curve.training for name in row if name.startswith(FURTHER)}
-    return names | {EVALUATED + name.removeprefix(FURTHER) for name in names}
+    twins = {EVALUATED + name.removeprefix(FURTHER) for name in names}
+    others = {name for curve in (run, reference) for row in curve.rows for name in row if curve.compares(name)}
+    return names | twins | (others - {EVALUATION_LOSS})
 
 
 def _further(run: dict[str, Any], reference: dict[str, Any], names: set[str]) -> Iterator[tuple[str, float | None]]:
-    """Yield (name, difference) of each mean of a term, a note or a source; None where one run lacks the value.
+    """Yield (name, difference) of each watched key; None where one run lacks the value.
 
     The difference is relative for values above 1 and absolute below. A margin or a KL divergence is a small difference
     of large numbers, which no two summations give with the same relative error.
@@ -173,56 +204,7 @@ def _further(run: dict[str, Any], reference: dict[str, Any], names: set[str]) ->
     for name in dict.fromkeys([*reference, *run]):
         if name in names:
             both = name in run and name in reference
-            yield name, abs(run[name] - reference[name]) / max(abs(reference[name]), 1.0) if both else None
-
-
-def distance(run: Path, reference: Path, reach: float) -> float | None:
-    """Return the root mean square difference of the weights in two folders, divided by `reach`.
-
-    Args:
-        run: A folder of safetensors files.
-        reference: The folder to compare with.
-        reach: Sum of the learning rates of all steps, about the largest distance that AdamW moves a weight. Unrelated
-            runs with the same start have a result of about 1 or more.
-
-    Returns:
-        The distance; None if files, names or shapes differ.
-    """
-    squares, numbers = 0.0, 0
-    names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (run, reference)]
-    if names[0] != names[1]:
-        return None
-    for name in names[0]:
-        mine, other = (StoredValues(folder / name) for folder in (run, reference))
-        if mine.shapes != other.shapes:
-            return None
-        for key in sorted(other.shapes):
-            squares += float(((mine.read(key) - other.read(key)) ** 2).sum())
-            numbers += math.prod(other.shapes[key])
-    return (squares / max(numbers, 1)) ** 0.5 / (reach or 1.0)
-
-
-class StoredValues:
-    """Reads the tensors of one safetensors file as numpy arrays, including bfloat16, which numpy does not have."""
-
-    def __init__(self, path: Path) -> None:
-        import numpy as np
-
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        self._entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        self._bytes = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + length)
-        self.shapes = {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
-
-    def read(self, name: str) -> Any:
-        """Return one tensor's values, flattened, as float64 `[n]`."""
-        entry = self._entries[name]
-        first, last = entry["data_offsets"]
-        content = self._bytes[first:last]
-        if entry["dtype"] == "BF16":  # bfloat16 is the upper half of a float32
-            return (content.view("<u2").astype("<u4") << 16).view("<f4").astype("float64")
-        return content.view(f"<{entry['dtype'][0].lower()}{int(entry['dtype'][1:]) // 8}").astype("float64")
+            yield name, abs(difference(run[name], reference[name], least=1.0)) if both else None
 
 
 def _common_rows(run: Curve, reference: Curve) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -235,6 +217,8 @@ def _common_rows(run: Curve, reference: Curve) -> Iterator[tuple[dict[str, Any],
 
 FURTHER = "train/"  # keys of means of terms, notes and sources
 EVALUATED = "eval/"  # keys of an evaluation
+EVALUATION_LOSS = "eval/loss"
+STEP_QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}  # key of a step's row -> words
 IDENTICAL = (("items", "number of items"), ("samples", "digest of the rows"), ("learning_rate", "learning rate"))
 
 
@@ -247,16 +231,16 @@ def _find_departures(
         mine, other = run.start.get(name, "none"), reference.start.get(name, "none")
         if mine != other:
             yield Departure(label, f"initial weight {name}", None, mine, other)
-    limits = [("loss", "loss", tolerance.loss), ("grad_norm", "gradient norm", tolerance.grad_norm)]
-    limits.append(("eval/loss", "evaluation loss", tolerance.loss))
+    limits = [(name, words, getattr(tolerance, name)) for name, words in STEP_QUANTITIES.items()]
+    limits.append((EVALUATION_LOSS, "evaluation loss", tolerance.loss))
     names = _watched_names(run, reference)
     for a, b in _common_rows(run, reference):
         for name, words in IDENTICAL:
             if a.get(name) != b.get(name):
                 yield Departure(label, words, b["step"], a[name], b[name])
         for name, words, most in limits if is_held else ():
-            if name in b and not (difference := relative(a, b, name)) <= most:
-                yield Departure(label, words, b["step"], a[name], b[name], difference, most)
+            if name in b and not (apart := relative(a, b, name)) <= most:
+                yield Departure(label, words, b["step"], a[name], b[name], apart, most)
         for name, further in _further(a, b, names):
             if further is None:
                 yield Departure(label, name, b["step"], a.get(name, "none"), b.get(name, "none"))
@@ -291,7 +275,7 @@ COLUMNS = (
     "evaluation",
     "holds",
 )
-FURTHER_HEADING = "terms"  # heading of the differences of terms, notes and sources, where a run has any
+FURTHER_HEADING = "further"  # heading of the differences of the further values, where a run has any
 
 
 def comparison_table(reference: str, comparisons: Sequence[Comparison]) -> list[str]:

@@ -31,6 +31,7 @@ from ftcli.tasks.shared.images import (
 )
 from ftcli.tasks.shared.label_options import REGRESSION, LabelOptions, option
 from ftcli.tasks.shared.problem_types import (
+    UNCOMPARED_METRICS,
     blank_target,
     collate_targets,
     is_real,
@@ -72,6 +73,7 @@ class Task:
     answer_columns: tuple[str, ...] = ("target",)
     file_columns: tuple[str, ...] = ("path",)
     metric_names: tuple[str, ...] = CLASSIFICATION_METRICS
+    uncompared_metrics: tuple[str, ...] = UNCOMPARED_METRICS
     metric_names_of = staticmethod(metric_names_of)
 
     def __init__(self, recipe: Recipe, options: Options) -> None:

@@ -20,6 +20,7 @@ from ftcli.tasks.protocol import COUNT_UNIT, ITEMS, NOTES, Batch, Row, Seen, Spa
 from ftcli.tasks.shared import pairs
 from ftcli.tasks.shared.judged_answers import AsChat, ChatTemplate, check_whole_rows, encode_parsed, reference_nll
 from ftcli.tasks.shared.pair_reports import (
+    ACCURACIES,
     PAIR_METRICS,
     describe_pair,
     is_right,
@@ -93,6 +94,7 @@ class Task(sft.Task):
     formats: tuple[str, ...] = ("compared",)
     answers_per_row = pairs.SIDES
     metric_names: tuple[str, ...] = PAIR_METRICS
+    uncompared_metrics: tuple[str, ...] = (ACCURACIES,)
     options: Any
     starting_recipe: Mapping[str, Mapping[str, Any]] = {
         **sft.Task.starting_recipe,

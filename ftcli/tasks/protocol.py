@@ -305,6 +305,8 @@ class TaskProperties:
             its inputs, so that `model.cuda_graphs` may replay it.
         exported_part: Name of the submodule that final weights and exports contain. The rest of the model only serves
             the training. Default: the whole model.
+        uncompared_metrics: Metrics of an evaluation that rounding may change by any amount: counts of rows (accuracy),
+            ranks, values of one row, exp(loss). `ftcli parity` does not compare them, nor with a source or a label.
     """
 
     formats: tuple[str, ...] = ()
@@ -322,6 +324,7 @@ class TaskProperties:
     helper_options: tuple[str, ...] = ()
     has_fixed_forward: bool = False
     exported_part: str = ""
+    uncompared_metrics: tuple[str, ...] = ()
 
 
 def properties_of(task: object) -> TaskProperties:

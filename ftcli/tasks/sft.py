@@ -94,6 +94,7 @@ class Task:
     }
     peft_type: str | None = "CAUSAL_LM"
     metric_names: tuple[str, ...] = ("loss", "perplexity")
+    uncompared_metrics: tuple[str, ...] = ("perplexity",)
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
         self.recipe, self.options, self.is_flat = recipe, options, is_flat(recipe)

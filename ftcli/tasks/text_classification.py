@@ -17,6 +17,7 @@ from ftcli.tasks.shared.batches import attention_mask, pad
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
 from ftcli.tasks.shared.label_options import LabelOptions, option
 from ftcli.tasks.shared.problem_types import (
+    UNCOMPARED_METRICS,
     blank_target,
     collate_targets,
     is_real,
@@ -58,6 +59,7 @@ class Task:
     }
     answer_columns: tuple[str, ...] = ("target",)
     metric_names: tuple[str, ...] = CLASSIFICATION_METRICS
+    uncompared_metrics: tuple[str, ...] = UNCOMPARED_METRICS
     metric_names_of = staticmethod(metric_names_of)
 
     def __init__(self, recipe: Recipe, options: Options) -> None:

@@ -62,6 +62,7 @@ class Task(sft.Task):
     makes_several_rows = True  # of a pair
     answer_columns: tuple[str, ...] = ("label",)
     metric_names: tuple[str, ...] = PAIR_METRICS
+    uncompared_metrics: tuple[str, ...] = (ACCURACIES,)
     options: Any
     starting_recipe: Mapping[str, Mapping[str, Any]] = {
         **sft.Task.starting_recipe,

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 Parts = list["SourceRows"]
 MULTI_LABEL_METRICS = ("loss", "micro_f1", "macro_f1", "subset_accuracy")
+# Counts of rows and ranks jump, and a correlation of nearly equal predictions is a quotient of rounding errors.
+UNCOMPARED_METRICS = ("accuracy", "macro_f1", "micro_f1", "subset_accuracy", "f1", "pearson", "spearman")
 
 
 class SingleLabel:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ftcli.checkpoint.weight_distance import StoredValues
 from ftcli.config.load import dump_recipe
 from ftcli.config.profile import load_profile
 from ftcli.config.recipe import Recipe
 from ftcli.reports import parity
-from ftcli.reports.comparison import TOLERANCES, Curve, StoredValues, compare
+from ftcli.reports.comparison import TOLERANCES, Curve, compare, comparison_table, difference
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import save_hollow
@@ -35,6 +36,7 @@ def a_run(folder: Path, label: str = "ddp x2, micro 2", changes: dict[int, Any] 
         if step == STEPS:
             run.append_metrics({"step": step, "eval/loss": more.get("evaluation", 2.0), **more.get("further", {})})
     start = {"weights": {"a": "0" * 64, "b": more.get("digest", "1" * 64)}, "dropout": more.get("dropout", 0.0)}
+    start["uncompared_metrics"] = ["perplexity", "f1"]
     run.write_json("start.json", start)
     run.final.mkdir()
     save_file({"a": np.full(4, more.get("weight", 1.0), "float32")}, run.final / "model.safetensors")
@@ -87,7 +89,11 @@ SENTENCES: list[tuple[dict[str, Any], str]] = [
     ({"changes": {2: {"learning_rate": 0.2}}}, "learning rate differs at step 2: 0.2 against 0.1"),
     ({"changes": {2: {"items": 11, "loss": 9.0}}}, "number of items differs at step 2: 11 against 12"),
     ({"changes": {4: {"samples": 8}}}, "digest of the rows differs at step 4: 8 against 7"),
-    ({"changes": {1: {"loss": float("nan")}}}, "loss leaves the tolerance at step 1: nan against 2.5 (nan > 1e-05)"),
+    (
+        {"changes": {1: {"loss": float("nan")}}},
+        "loss is finite in one run only at step 1: nan against 2.5. Step 1 was skipped in one run only",
+    ),
+    ({"evaluation": float("nan")}, "evaluation loss is finite in one run only at step 4: nan against 2"),
     ({"evaluation": 2.1}, "evaluation loss leaves the tolerance at step 4: 2.1 against 2 (5.0e-02 > 1e-05)"),
     ({"digest": "f" * 64, "weight": 9.0}, "initial weight b differs: ffffffffffff against 111111111111"),
     ({"weight": 1.2}, "distance of the final weights leaves the tolerance (5.0e-01 > 0.05)"),
@@ -105,7 +111,7 @@ def test_parity_compares_notes_in_training_and_in_evaluations(tmp_path: Path) ->
     notes = {step: {"train/kl": 0.5, "train/logps": -20.0} for step in range(1, STEPS + 1)}
     evaluation = {"eval/kl": 0.4, "eval/logps": -20.0, "eval/perplexity": 7.0}
     first_run = a_run(tmp_path / "single", "single x1, micro 2", notes, further=evaluation)
-    # Relative above 1, absolute below. A metric that is neither loss nor note may differ.
+    # Relative above 1, absolute below. A metric that rounding may change by any amount may differ.
     near = {step: {"train/kl": 0.500009, "train/logps": -20.0001} for step in notes}
     near_run = a_run(tmp_path / "near", changes=near, further=evaluation | {"eval/perplexity": 9.0})
     comparison = compare(near_run, first_run, TOLERANCES["fp32"])
@@ -122,6 +128,101 @@ def test_parity_compares_notes_in_training_and_in_evaluations(tmp_path: Path) ->
     for number, (fault, words) in enumerate(faults):
         given = {"changes": notes, "further": evaluation} | fault
         assert words in sentence(a_run(tmp_path / f"fault {number}", **given), first_run)
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("value", "reference", "expected"),
+    [(INF, INF, 0.0), (NAN, NAN, 0.0), (INF, NAN, 0.0), (NAN, -INF, 0.0), (NAN, 1.0, INF), (1.0, INF, INF)],
+)
+def test_difference_of_values_that_are_not_finite_is_never_nan(value: float, reference: float, expected: float) -> None:
+    assert difference(value, reference) == difference(value, reference, least=1.0) == expected
+
+
+@pytest.mark.parametrize("step", [1, 3])  # `max` kept or dropped a NaN by its position
+@pytest.mark.parametrize("pair", [(INF, INF), (NAN, NAN), (INF, NAN), (NAN, INF)])
+def test_parity_of_runs_that_skip_the_same_step_holds(pair: tuple[float, float], step: int, tmp_path: Path) -> None:
+    def skipping(label: str, value: float) -> Curve:
+        changes = {step: dict.fromkeys(("loss", "grad_norm", "train/kl"), value)}
+        return a_run(tmp_path / label, label, changes, evaluation=value, further={"eval/similarity": value})
+
+    comparison = compare(skipping("ddp", pair[0]), skipping("single", pair[1]), TOLERANCES["fp16"])
+    assert comparison.departure is None
+    values = comparison.loss, comparison.drift, comparison.grad_norm, comparison.evaluation, comparison.further
+    assert values == (0, 0, 0, 0, 0)
+    table = "\n".join(comparison_table("single", [comparison]))
+    assert table.endswith("yes") and "nan" not in table
+
+
+@pytest.mark.parametrize(("value", "reference"), [(INF, 1.5), (NAN, 1.5), (1.5, NAN)])
+def test_parity_of_a_step_that_one_run_skips_fails(value: float, reference: float, tmp_path: Path) -> None:
+    ddp, single = (
+        a_run(tmp_path / label, label, {2: {"grad_norm": norm}, 3: {"loss": 9.0}})
+        for label, norm in (("ddp", value), ("single", reference))
+    )
+    comparison = compare(ddp, single, TOLERANCES["fp16"])
+    assert (comparison.loss, comparison.grad_norm) == (0, INF)
+    assert str(comparison.departure) == (
+        f"ddp: gradient norm is finite in one run only at step 2: {value:.7g} against {reference:.7g}. "
+        "Step 2 was skipped in one run only"
+    )
+
+
+def test_parity_of_fp16_names_the_step_that_overflows_with_more_rows_in_a_pass(tmp_path: Path) -> None:
+    """Under fp16 the rows of a pass decide which gradients overflow. Runs that skip the same step are equal."""
+    from ftcli import prepare, steps
+    from ftcli.testing import save_tiny_causal
+
+    save_tiny_causal(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"text": "abcdefgh"}\n' * 12)  # equal rows: twice as many have twice the sum
+
+    def trained(micro_size: int, scale: float, name: str) -> Curve:
+        values = minimal_values(
+            "pretrain",
+            precision="fp16",
+            model={"name": str(tmp_path / "model"), "dropout": 0.0},
+            data={"train": str(tmp_path / "rows.jsonl"), "max_length": 16},
+            batch={"global_size": 6, "micro_size": micro_size},
+            train={"max_steps": 1},
+            log={"every_steps": 1},
+        )
+        run = prepare(Recipe.model_validate(values), cpu=True, output=tmp_path / name)
+        assert run.hardware.loss_scale is not None
+        run.hardware.loss_scale.scale = scale
+        list(steps(run))
+        (tmp_path / name / "final").mkdir()
+        return Curve(name, RunFolder(tmp_path / name).metrics(), {}, tmp_path / name / "final")
+
+    scales = [2.0**exponent for exponent in range(16, 24)]
+    whole = next(run for scale in scales if (run := trained(6, scale, f"{scale:g}")).rows[0]["skipped_steps"])
+    scale = float(whole.label)
+    assert sentence(trained(6, scale, "again"), whole, "fp16") == ""
+    text = sentence(trained(3, scale, "halves"), whole, "fp16")
+    assert text.startswith("halves: gradient norm is finite in one run only at step 1: ")
+    assert text.endswith(" against inf. Step 1 was skipped in one run only")
+
+
+def test_parity_compares_every_metric_of_an_evaluation_but_those_that_the_task_names(tmp_path: Path) -> None:
+    metrics = {"eval/similarity": 0.5, "eval/rewards/margins": 6e-7, "eval/distance": 40.0, "eval/french/loss": 2.0}
+    reference = a_run(tmp_path / "single", "single", further=metrics | {"eval/f1/red": 0.5, "eval/perplexity": 7.0})
+
+    def against(label: str, **changes: float) -> str:
+        changed = {f"eval/{name}": value for name, value in changes.items()}
+        return sentence(a_run(tmp_path / label, label, further=metrics | changed), reference)
+
+    # A mean that cancels: 1e-4 relative, 6e-11 absolute. Counts and exp(loss) may differ by any amount.
+    assert (
+        against("near", **{"rewards/margins": 6.0006e-7, "distance": 40.0003, "f1/red": 0.4, "perplexity": 9.0}) == ""
+    )
+    assert against("far", similarity=0.501).startswith(
+        "far: eval/similarity leaves the tolerance at step 4: 0.501 against 0.5 (1.0e-03 > 1e-05)"
+    )
+    assert "eval/distance leaves the tolerance" in against("farther", distance=40.01)
+    assert "eval/french/loss leaves the tolerance" in against("source", **{"french/loss": 2.001})
+    assert "eval/similarity is finite in one run only at step 4: nan against 0.5" in against("nan", similarity=NAN)
+    assert "eval/more differs at step 4: 1 against none" in against("more", more=1.0)
 
 
 def test_parity_names_the_earliest_step_of_any_quantity(tmp_path: Path, single: Curve) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from ftcli import testing
 from ftcli.config.recipe import Recipe
-from ftcli.config.task_registry import find_task
+from ftcli.config.task_registry import find_task, list_tasks
 from ftcli.launch.preflight import check_inputs
 from ftcli.runtime.errors import InputError
+from ftcli.tasks.protocol import properties_of
+from ftcli.tasks.shared.label_options import ProblemType
 from ftcli.tasks.shared.metric_names import check_metric, metric_names
 from ftcli.training.checkpointing import save_checkpoint
 from ftcli.training.evaluation import evaluate
@@ -127,3 +129,14 @@ def test_weights_that_are_only_measured_need_no_metric_of_answers(folder: Path) 
         prepare(path, cpu=True)
     run = prepare(path, cpu=True, weights=folder / "model")
     assert set(evaluate(run)) == {"loss", "perplexity"}
+
+
+@pytest.mark.parametrize("name", list_tasks())
+def test_uncompared_metrics_of_a_shipped_task_are_metrics_that_it_reports(name: str) -> None:
+    task = find_task(name).Task
+    kinds = [{"problem_type": kind, "labels": ["a"]} for kind in get_args(ProblemType)]
+    of_kinds = [task.metric_names_of(options) for options in kinds] if hasattr(task, "metric_names_of") else []
+    reported = {metric for names in (task.metric_names, *of_kinds) for metric in names}
+    uncompared = set(properties_of(task).uncompared_metrics)
+    assert uncompared <= reported | {metric.partition("/")[0] for metric in reported}
+    assert "loss" not in uncompared and uncompared >= reported & {"perplexity", "macro_f1", "spearman"}

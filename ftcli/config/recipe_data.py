@@ -127,7 +127,9 @@ class Data(Section):
         "disk. The path may also be a pattern (data/*.jsonl), a folder of data files, or an address that fsspec "
         "supports (https://, s3://, hf://). Files may be compressed (.gz, .bz2, .xz, .zst). Language-model tasks with "
         "one source and train.max_steps only. The order of the rows depends on the files, the seed and "
-        "batch.global_size, not on the number of processes. Rows without trained tokens are left out.",
+        "batch.global_size, not on the number of processes. Rows without trained tokens are left out and counted "
+        "(untrained_rows). Among the first 256 rows, which show the format, more than 1 % of them are an error before "
+        "training, unless max_bad_rows allows more: raise max_length, or fix the rows or data.columns.",
     )
     shuffle_buffer: PositiveInt | None = Field(
         None,

@@ -226,6 +226,20 @@ def test_prepare_rows_with_nothing_to_train_on_are_counted_and_more_than_a_hundr
     assert len(split.train) == 200 and min(split.train["items"]) > 0  # pieces without an answer are left out
 
 
+@pytest.mark.parametrize(("long", "most_bad", "raises"), [(2, 0, False), (3, 0, True), (3, 3, False)])
+def test_prepare_rows_limits_the_rows_without_trained_tokens_at_the_start_of_a_stream_only(
+    long: int, most_bad: int, raises: bool, model: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "p" * (200 if n < long or n >= 256 else 1), "completion": "c"} for n in range(300)]
+    data = {"train": write(tmp_path / "rows.jsonl", rows), "streaming": True, "max_bad_rows": most_bad}
+    recipe = recipe_of(model, data, task="sft", train={"max_steps": 1})
+    if raises:
+        with pytest.raises(InputError, match="3 of 256 rows of .* contain no trainable tokens"):
+            prepared(recipe)
+    else:
+        assert len(prepared(recipe).train) == 256 - long
+
+
 class Slow:
     """A task whose rows decide what it does."""
 

@@ -70,8 +70,9 @@ class Recipe(Section):
         description="Dtype of the forward and backward pass. Weights, optimizer state and gradient sums are float32, "
         "except under bf16_pure: weights, gradients and one moment are then bfloat16, and the lower bits of each "
         "weight are stored separately, so that no update is lost (12 bytes per element instead of 16). fp16 scales "
-        "the loss and skips steps with an overflow in the gradient. fp8 is bf16 with the products of linear layers in "
-        "8-bit floats (torchao; GPUs from compute capability 8.9; fast with model.torch_compile).",
+        "the loss and skips steps with an overflow in the gradient; which steps these are depends on batch.micro_size "
+        "and the number of processes, so prefer bf16, which does not overflow. fp8 is bf16 with the products of linear "
+        "layers in 8-bit floats (torchao; GPUs from compute capability 8.9; fast with model.torch_compile).",
     )
     output: PathText | None = Field(
         None, min_length=1, description="Run folder; absent: runs/<file name of the recipe>."

@@ -31,7 +31,8 @@ class Batch(Section):
         "the rows per process that is not above it. auto: as many rows as fit by their real tokens, and the rows of a "
         "step are shared out over the processes by tokens. Rows without tokens, and streams: the most rows that fit, "
         "found on the GPUs with the longest rows at the start of the run and stored in its folder; 8 without a GPU. "
-        f"{MACHINE_HINT}",
+        f"{MACHINE_HINT} Except under precision fp16: the rows of a pass decide which gradients overflow, and so which "
+        "steps are skipped.",
     )
 
 

@@ -36,7 +36,7 @@ RECIPE = recipe_values(
     evaluate={"every_steps": 2, "at_start": True},
 )
 TASK = """
-import os, signal, time
+import atexit, os, signal, time
 from pathlib import Path
 import psutil
 from ftcli.tasks import sft
@@ -54,6 +54,8 @@ class Task(sft.Task):
         if "CALLS" in os.environ:
             with open(f"{os.environ['CALLS']}-{RANK}", "a") as file: file.write(f"{name}\\n")
         if RANK == os.environ.get("ON_RANK", "0") and f"{name} {self.calls[name]}" == os.environ.get("SIGNAL_AT"):
+            if "AT_THE_END" in os.environ:
+                atexit.register(os.kill, os.getpid(), signal.Signals[os.environ["AT_THE_END"]])
             for number in os.environ["SIGNALS"].split(): signal_run(signal.Signals[number])
 
     def load_model(self, *arguments, **options):
@@ -272,6 +274,17 @@ def test_second_signal_ends_the_process_at_once(number: str, code: int, inputs: 
     assert (status["state"], status["exit_code"]) == ("failed", 128 + signal.Signals[number])
     assert status["error"] == f"ended by a second signal ({number})"
     assert checkpoints_of(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(("again", "code"), [("SIGTERM", 75), pytest.param("SIGUSR1", -10, marks=pytest.mark.slow)])
+def test_signal_that_repeats_while_the_command_ends_does_not_change_its_exit_code(
+    again: str, code: int, inputs: Path, tmp_path: Path
+) -> None:
+    line = ("ftcli", "train", "recipe.yaml", "--output", tmp_path / "run")
+    trouble = {"SIGNAL_AT": "load_model 1", "SIGNALS": "SIGTERM", "AT_THE_END": again, "SLURM_STEP_ID": "0"}
+    ended = shell(inputs, *line, **trouble)
+    assert ended.returncode == code, ended.stderr
+    assert_stopped(tmp_path / "run", 0)
 
 
 REQUEUE = 'n=0; until "$@"; do [ $? -eq 75 ] || exit 1; n=$((n+1)); [ $n -lt 9 ] || exit 2; done; echo launches $n'

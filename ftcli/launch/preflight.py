@@ -102,7 +102,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
 
 def _file_checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
     """Yield the checks of the model's files, of each source of rows and of the prompts."""
-    from ftcli.config.task_registry import is_custom_task, task_class
+    from ftcli.config.task_registry import is_custom_task
     from ftcli.data.paths import model_folder
     from ftcli.data.sources import check_source
     from ftcli.data.streaming.corpus import check_corpus
@@ -110,11 +110,11 @@ def _file_checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
     from ftcli.models.files import check_model_files
     from ftcli.models.helper_models import helper_names
 
-    name, data = recipe.model.name, recipe.data
+    data = recipe.data
     if is_custom_task(recipe.task):  # a user's task may build a model without these files
-        yield partial(model_folder, name)
+        yield partial(model_folder, recipe.model.name)
     else:
-        yield partial(check_model_files, name, has_tokenizer=properties_of(task_class(recipe.task)).needs_tokenizer)
+        yield partial(_check_model, recipe)
     for key, helper in helper_names(recipe).items():
         yield partial(check_model_files, helper, has_tokenizer=False, key=key)
     check_train = check_corpus if data.streaming else check_source
@@ -122,6 +122,17 @@ def _file_checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
         for source in sources:
             yield partial(check, source, data.columns_of(source), most_bad=data.max_bad_rows)
     yield partial(recipe_prompts, recipe.evaluate.generate)
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Check the files of the recipe's model; of an adapter, which is no model, nothing else is reported."""
+    from ftcli.config.task_registry import task_class
+    from ftcli.models.adapter_folder import check_no_adapter
+    from ftcli.models.files import check_model_files
+
+    check_no_adapter(recipe.model)
+    needs_tokenizer = properties_of(task_class(recipe.task)).needs_tokenizer
+    check_model_files(recipe.model.name, has_tokenizer=needs_tokenizer)
 
 
 def local_model_type(name: str) -> str | None:

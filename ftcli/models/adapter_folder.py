@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.data.label_names import number_name, same_labels
+from ftcli.data.paths import local_path
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.structure import saved_buffers
 from ftcli.models.trained_on import trained_on
@@ -25,6 +26,8 @@ from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ftcli.config.recipe_model import Model
 
 
 BASE_CONFIG = "base_config"  # folder of the base's config.json, for AutoConfig.from_pretrained(subfolder=...)
@@ -80,6 +83,22 @@ def base_of(folder: Path) -> tuple[str, str | None] | None:
         return name, None
     stored = trained_on(folder) or {}
     return name, config.get("revision") or (stored.get("revision") if stored.get("name") == name else None)
+
+
+def check_no_adapter(section: Model) -> None:
+    """Raise `InputError` if a recipe names the folder of an adapter as its model.
+
+    transformers would load the base with the adapter inside, and `final/` would be the weights of a part of that.
+    """
+    folder = local_path(section.name)
+    if folder is None or (folder / "config.json").is_file() or not (folder / "adapter_config.json").is_file():
+        return
+    base = base_of(folder)
+    of, name = ("", "its base model") if base is None else (f" of {base[0]}", base[0])
+    raise InputError(
+        f"model.name: {section.name} is an adapter{of}, not a model",
+        hint=f"set model.name: {name} and adapter.path: {section.name}, or name an export with --merge",
+    )
 
 
 def adapter_settings(folder: Path, *, needs_base: bool = False) -> dict[str, Any]:

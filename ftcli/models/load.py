@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.data.paths import MODEL_KEY, local_path
-from ftcli.models.adapter_folder import base_of, check_labels
+from ftcli.data.paths import MODEL_KEY
+from ftcli.models.adapter_folder import check_labels, check_no_adapter
 from ftcli.models.frozen_weights import model_files_folder
 from ftcli.models.hub import keep_soft_capping, load_from_hub
 from ftcli.models.quantised_files import check_loaded
@@ -126,20 +126,6 @@ def load_model(
     if not is_trained:
         initialise_new_rows(model, recipe)
     return model, heads
-
-
-def check_no_adapter(section: Model) -> None:
-    """Raise `InputError` if a recipe names the folder of an adapter as its model.
-
-    transformers would load the base with the adapter inside, and `final/` would be the weights of a part of that.
-    """
-    folder = local_path(section.name)
-    base = None if folder is None else base_of(folder)
-    if base is not None:
-        raise InputError(
-            f"model.name: {section.name} is an adapter of {base[0]}, not a model",
-            hint=f"set model.name: {base[0]} and adapter.path: {section.name}, or name an export with --merge",
-        )
 
 
 def _from_pretrained_options(

@@ -94,8 +94,8 @@ def plan(
         The report. `lines()` is its text, `as_dict()` its values.
 
     Raises:
-        InputError: The recipe or a profile is invalid, a local model folder does not exist, or the table has no such
-            GPU and its memory is not given.
+        InputError: The recipe or a profile is invalid, a local model folder does not exist or has an adapter only, or
+            the table has no such GPU and its memory is not given.
 
     Example:
         >>> report = ftcli.plan("recipe.yaml", ["ddp", "fsdp"], gpus=8, gpu="H100", price=2.5)
@@ -141,9 +141,13 @@ def _check_numbers(**numbers: float | None) -> None:
 def _model(recipe: Recipe, missing: list[str]) -> tuple[ModelSize | None, str | None]:
     """Return the size and the type of the recipe's model; None for what is not known, with a line in `missing`."""
     from ftcli.config.recipe_model import NO_MODEL
+    from ftcli.config.task_registry import is_custom_task
     from ftcli.data.paths import model_folder
+    from ftcli.models.adapter_folder import check_no_adapter
 
     name = recipe.model.name
+    if not is_custom_task(recipe.task):  # a user's task may load an adapter itself
+        check_no_adapter(recipe.model)
     if name == NO_MODEL:
         missing.append("memory and times: the task builds its own model")
         return None, None

@@ -285,6 +285,24 @@ def test_plan_of_an_unknown_architecture_counts_what_the_files_hold(recipe: Path
     assert any("of type resnet has no sizes of a transformer" in line for line in report.missing)
 
 
+def test_plan_and_check_of_an_adapter_named_as_model_refuse_it_as_train_does(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 40)
+    (tmp_path / "model" / "config.json").unlink()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "./base"}
+    (tmp_path / "model" / "adapter_config.json").write_text(json.dumps(adapter))
+    (tmp_path / "model" / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    data = [f"data.train={tmp_path / 'rows.jsonl'}"]
+    for command in (ftcli.plan, ftcli.check, ftcli.train):
+        with pytest.raises(InputError) as caught:
+            command(recipe, overrides=data, **({"output": tmp_path / "run"} if command is ftcli.train else {}))
+        (problem,) = caught.value.problems  # not its missing tokenizer, which an adapter need not have
+        assert problem.what == f"model.name: {tmp_path / 'model'} is an adapter of ./base, not a model"
+        assert problem.hint.startswith(f"set model.name: ./base and adapter.path: {tmp_path / 'model'}")
+    (tmp_path / "model" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(InputError, match="model is an adapter, not a model\n.*set model.name: its base model and"):
+        ftcli.plan(recipe)
+
+
 def test_plan_of_a_new_model_type_with_known_keys_is_counted(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "brand_new"}))
     (one,) = planned(recipe, "ddp").forecasts

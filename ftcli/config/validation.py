@@ -6,15 +6,18 @@ on pydantic and on no recipe, task or profile.
 
 from __future__ import annotations
 
+import json
+import operator
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ftcli.config.yaml_document import Keys
-from ftcli.runtime.errors import MOST_PROBLEMS, Problem, nearest, shortened
+from ftcli.config.yaml_document import Keys, parse_value
+from ftcli.runtime.errors import MOST_PROBLEMS, InputError, Problem, nearest, shortened
 
 Model = TypeVar("Model", bound=BaseModel)
 Schema = dict[str, Any]
@@ -29,6 +32,14 @@ _BOUNDS = {
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
     "multipleOf": "a multiple of {}",
+}
+# Whether a number keeps to a bound.
+_WITHIN: dict[str, Callable[[float, float], bool]] = {
+    "minimum": operator.ge,
+    "exclusiveMinimum": operator.gt,
+    "maximum": operator.le,
+    "exclusiveMaximum": operator.lt,
+    "multipleOf": lambda value, factor: value % factor == 0,
 }
 
 
@@ -74,7 +85,7 @@ def validate(
         else:
             must = describe_value(node, schema)
             expected = f"and must be {must}" if must else f"which is invalid: {item['msg']}"
-            hint = _hint(item["input"], node)
+            hint = _hint(item["input"], node, schema)
             problem = Problem(f"{dotted(path)} is {_show(item['input'])}, {expected}", where(path), hint)
         problems.setdefault(path, problem)  # pydantic reports a union once for each of its members
     # A value with an invalid item inside is reported by that item only, and a misspelt key is not missing, too.
@@ -218,10 +229,12 @@ def _show(value: Any) -> str:
         return f"'{shortened(value, MOST_VALUE)}' (text)" if value else "'' (text)"
     if isinstance(value, dict):
         return "a section" if value else "an empty section"
-    return "a list" if isinstance(value, list) else shortened(str(value), MOST_VALUE)
+    if isinstance(value, list):
+        return f"a list of {len(value)} item{'s' * (len(value) > 1)}" if value else "an empty list"
+    return shortened(str(value), MOST_VALUE)
 
 
-def _hint(value: Any, node: Schema) -> str:
+def _hint(value: Any, node: Schema, schema: Schema) -> str:
     """Return a hint with the value that the user probably meant; an empty string if there is none."""
     types = {node.get("type"), *(branch.get("type") for branch in node.get("anyOf", []))}
     if value is None:
@@ -237,9 +250,44 @@ def _hint(value: Any, node: Schema) -> str:
         return f"write {int(value)}"
     if isinstance(value, bool | int | float) and "string" in types and not types & {"integer", "number"}:
         return "put it in quotes to make it text"
-    if not isinstance(value, list) and "array" in types:
-        return f"write [{value}]" if len(str(value)) <= MOST_VALUE else "write a list"
+    if not isinstance(value, list) and _is_valid([value], node, schema):
+        written = _in_list(value)
+        return f"write {written}" if len(written) <= MOST_VALUE else "write a list"
     return ""
+
+
+def _in_list(value: Any) -> str:
+    """Return a list of one value as YAML, with quotes around text that YAML would split or convert."""
+    if isinstance(value, str):
+        with suppress(InputError):
+            if parse_value(f"[{value}]", "") == [value]:
+                return f"[{value}]"
+    return json.dumps([value], ensure_ascii=False)
+
+
+def _is_valid(value: Any, node: Schema, schema: Schema) -> bool:
+    """Return whether a node of the schema allows a plain value, or a list of plain values. A section is neither."""
+    return any(_fits(value, branch, schema) for branch in branches(node, schema))
+
+
+def _fits(value: Any, branch: Schema, schema: Schema) -> bool:
+    """Return whether one alternative of a node allows a value."""
+    if isinstance(value, dict):
+        return False
+    if "const" in branch or "enum" in branch:
+        return value in branch.get("enum", [branch.get("const")])
+    kind = branch.get("type")
+    if isinstance(value, list):
+        is_long_enough = branch.get("minItems", 0) <= len(value) <= branch.get("maxItems", len(value))
+        items = branch.get("items", {})
+        return kind == "array" and is_long_enough and all(_is_valid(item, items, schema) for item in value)
+    if isinstance(value, str):
+        return kind in (None, "string") and len(value) >= branch.get("minLength", 0)
+    if isinstance(value, bool):
+        return kind in (None, "boolean")
+    if kind in (None, "number") or (kind == "integer" and isinstance(value, int)):
+        return all(is_within(value, branch[bound]) for bound, is_within in _WITHIN.items() if bound in branch)
+    return False
 
 
 def _length(branch: Schema) -> str:

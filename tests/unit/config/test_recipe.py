@@ -147,7 +147,7 @@ def test_load_recipe_reports_all_mistakes_in_file_order(recipe: Path) -> None:
         (
             "1e-4",
             "1e-4\n  betas: [0.9]",
-            "12: optimizer.betas is a list, and must be a list of exactly 2 items, each of a number, "
+            "12: optimizer.betas is a list of 1 item, and must be a list of exactly 2 items, each of a number, "
             "at least 0 and below 1",
         ),
         (
@@ -201,7 +201,7 @@ def test_load_recipe_reports_all_mistakes_in_file_order(recipe: Path) -> None:
         (
             "rows.jsonl",
             "[]",
-            "5: data.train is a list, and must be text, not empty, or a section with the keys path, name, split",
+            "5: data.train is an empty list, and must be text, not empty, or a section with the keys path, name, split",
         ),
         (
             "rows.jsonl",
@@ -244,7 +244,7 @@ def test_load_recipe_reports_all_mistakes_in_file_order(recipe: Path) -> None:
             "",
             "1: optimizer is missing\n    write at least optimizer.learning_rate",
         ),
-        ("sft", "sft\noutput: [a]", "2: output is a list, and must be text, not empty, or null"),
+        ("sft", "sft\noutput: [a]", "2: output is a list of 1 item, and must be text, not empty, or null"),
         (
             "sft",
             "sft\ntask_options: {chat: always}",
@@ -265,6 +265,29 @@ def test_load_recipe_reports_all_mistakes_in_file_order(recipe: Path) -> None:
 def test_load_recipe_mistake_has_a_plain_message(recipe: Path, before: str, after: str, problem: str) -> None:
     assert before in GOOD
     assert only_problem(GOOD.replace(before, after)).startswith(f"r.yaml:{problem}")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "written"),
+    [
+        ("  betas: {}", "0.9", ""),  # two numbers are needed
+        ("log: {{trackers: {}}}", "tensorbord", ""),
+        ("log: {{trackers: {}}}", "wandb", "[wandb]"),
+        ("evaluate: {{generate: {{prompts: {}}}}}", "[hi, '']", ""),
+        ("evaluate: {{generate: {{prompts: {}}}}}", "{'0': hi}", ""),
+        ("evaluate: {{generate: {{prompts: {}}}}}", "hi", "[hi]"),
+        ("evaluate: {{generate: {{prompts: {}}}}}", "'Hi, you'", '["Hi, you"]'),
+        ("evaluate: {{generate: {{prompts: {}}}}}", "'['", '["["]'),
+    ],
+)
+def test_load_recipe_hint_for_a_list_is_a_value_that_the_key_may_have(
+    recipe: Path, place: str, value: str, written: str
+) -> None:
+    problem = only_problem(GOOD.replace("1e-4", f"1e-4\n{place.format(value)}"))
+    assert problem.partition("\n    ")[2] == (f"write {written}" if written else "")
+    if written:
+        recipe.write_text(GOOD.replace("1e-4", f"1e-4\n{place.format(written)}"))
+        load_recipe(recipe)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_data import Source
+from ftcli.config.recipe_data import Data, Source
 from ftcli.config.reference import SCHEMA_FILE
 from ftcli.config.task_registry import find_task
 from ftcli.config.validation import branches, describe_value, validate
@@ -23,6 +23,7 @@ from ftcli.config.yaml_document import dump_document
 from ftcli.data.assets.catalogue import PREFIX, find_asset
 from ftcli.data.paths import FORMATS, local_path
 from ftcli.data.row_counts import count_rows
+from ftcli.data.text_files import parse_rows
 from ftcli.models.estimates.pass_budget import SHORT_ROW
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.resources import shipped_folder
@@ -78,8 +79,9 @@ def write_recipe(
     schema["properties"]["task_options"] |= options  # the task declares this section
     schema["$defs"] |= options.get("$defs", {})
     packs = getattr(module.Task, "packs", False)
-    splits = properties.makes_several_rows or properties.default_truncation == "split"
-    notes = fit_few_rows(values, may_split=splits) + (propose_packing(values, data) if packs else [])
+    notes = fit_few_rows(values, splits=properties.default_truncation == "split") + (
+        propose_packing(values, data) if packs else []
+    )
     values["data"] |= {"packing": False} if packs else {}
     text = "\n".join([*_head(path, summary, notes), *_lines(values, schema, schema)]) + "\n"
     if not path.parent.is_dir():
@@ -125,12 +127,12 @@ def _source(path: str, split: str) -> dict[str, str]:
     return {"path": path, "split": split} if on_hub else {"path": path}
 
 
-def fit_few_rows(values: dict[str, Any], *, may_split: bool) -> list[str]:
+def fit_few_rows(values: dict[str, Any], *, splits: bool) -> list[str]:
     """Change the evaluation rows and the rows of a step, if a local file has too few for the usual numbers.
 
     Args:
         values: The values of the recipe.
-        may_split: Whether the task may make several rows of one; then the rows of a step stay.
+        splits: Whether the task makes several rows of one that is too long. Few long rows are then enough for a step.
 
     Returns:
         A comment with the number of rows; empty if nothing is changed.
@@ -151,13 +153,40 @@ def fit_few_rows(values: dict[str, Any], *, may_split: bool) -> list[str]:
         data["eval_rows"] = fewer
         changed.append("data.eval_rows")
     left = count - data.get("eval_rows", 0)
-    if left < usual and not may_split:
+    if splits:
+        left = _least_rows(_row_bytes(path, count), left, Data.model_validate(data).max_length)
+    if left < usual:
         batch["global_size"] = 1 << left.bit_length() - 1  # a power of two, which many numbers of processes divide
         changed.append("batch.global_size")
     text = (
         f"{_shown(path)} has only {count} rows, so this recipe has smaller values than usual: {' and '.join(changed)}."
     )
     return [*textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# "), "#"] if changed else []
+
+
+def _least_rows(sizes: list[int], left: int, max_length: int) -> int:
+    """Return how many rows there are at least after splitting, if the longest ones are held out for the evaluation.
+
+    Args:
+        sizes: Bytes of each row.
+        left: Number of rows that are not held out.
+        max_length: Tokens at which a row is split. The rest of a row, which may be short, is not counted.
+    """
+    return sum(max(1, size // BYTES_PER_TOKEN // max_length) for size in sorted(sizes)[:left])
+
+
+def _row_bytes(path: Path, count: int) -> list[int]:
+    """Return the bytes of the longest text of each row; of a file that only a library reads, their mean.
+
+    Args:
+        path: A file whose rows can be counted.
+        count: Their number.
+    """
+    if path.suffix not in LINE_FILES:
+        return [(path.stat().st_size if path.is_file() else 0) // count] * count
+    with path.open("rb") as file:
+        rows = [row for row in parse_rows(file, path.suffix) if isinstance(row, dict)]
+    return [max((len(text.encode()) for text in row.values() if isinstance(text, str)), default=0) for row in rows]
 
 
 def propose_packing(values: Mapping[str, Any], data: str) -> list[str]:

@@ -17,8 +17,10 @@ from ftcli.config.recipe_data import Data, Source
 from ftcli.config.recipe_training import Batch, Optimizer
 from ftcli.config.task_registry import list_tasks
 from ftcli.data.row_counts import check_row_counts, count_rows
+from ftcli.reports.survey import survey_data
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.sft import Options
+from ftcli.testing import save_tiny_causal
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -211,15 +213,37 @@ def test_write_recipe_for_a_file_whose_name_has_line_separators_is_one_comment(t
     assert load_recipe(path).data.train.path.endswith(name) and "a?b.jsonl has only 4 rows" in words_of(path)
 
 
-def test_write_recipe_for_few_pairs_without_partners_keeps_the_rows_of_a_step(tmp_path: Path) -> None:
-    usual = load_recipe(write_recipe("unpaired_preference", "m", "none.jsonl", output=tmp_path / "u.yaml"))
-    recipe, _ = recipe_for(10, tmp_path, task="unpaired_preference")  # each row may become two
-    assert recipe.batch.global_size == usual.batch.global_size
+def test_write_recipe_for_few_rows_counts_a_row_that_may_become_two_as_one(tmp_path: Path) -> None:
+    recipe, _ = recipe_for(10, tmp_path, task="unpaired_preference")  # of a pair two rows are made
+    assert (recipe.data.eval_rows, recipe.batch.global_size) == (2, 8)
 
 
-def test_write_recipe_for_few_long_texts_keeps_the_rows_of_a_step(tmp_path: Path) -> None:
-    recipe, _ = recipe_for(10, tmp_path, task="pretrain")  # each text may become many rows
-    assert (recipe.data.eval_rows, recipe.batch.global_size) == (2, 32)
+@pytest.mark.parametrize(
+    ("file", "row", "size"),
+    [
+        ("texts.txt", "{} is a short line.\n", 8),
+        ("texts.jsonl", '{{"text": "{} is a short text.", "from": 1}}\n', 8),
+        ("texts.csv", '"{} has\nseveral\nshort\nlines"\n', 8),
+        ("texts.txt", "{} " + "has many words " * 1400 + "\n", 32),  # 5 rows of each
+        ("texts.txt", "{} " + "has some words " * 550 + "\n", 16),  # 2 rows of each
+    ],
+)
+def test_write_recipe_for_few_texts_fits_the_rows_of_a_step_to_their_lengths(
+    file: str, row: str, size: int, tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text("text\n" * file.endswith(".csv") + "".join(row.format(n) for n in range(10)))
+    model = save_tiny_causal(tmp_path / "model")
+    path = write_recipe("pretrain", str(model), str(tmp_path / file), output=tmp_path / "few.yaml")
+    recipe, survey = load_recipe(path), survey_data(path)
+    assert (recipe.data.eval_rows, recipe.batch.global_size) == (2, size)
+    assert ("data.eval_rows and batch.global_size." in words_of(path)) is (size < 32)
+    assert survey.statistics["train"]["epoch"]["steps"] >= 1
+
+
+def test_write_recipe_for_few_texts_does_not_count_on_a_long_one_that_may_be_held_out(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("A short line.\n" * 9 + "long " * 100_000 + "\n")
+    path = write_recipe("pretrain", "m", str(tmp_path / "texts.txt"), output=tmp_path / "r.yaml")
+    assert load_recipe(path).batch.global_size == 8
 
 
 def test_write_recipe_with_short_rows_proposes_packing_and_what_it_means_for_the_batch(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ MEANINGS = {
     "EXIT_INPUT": (
         f"{EXIT_INPUT}",
         "The input is invalid: recipe, profile, data, command line, or not enough device memory. `ftcli doctor` also "
-        "ends with this code if a fact of a machine is wrong.",
+        "ends with this code if a fact of a machine is wrong, and `ftcli check --data` and `ftcli preview` if the "
+        "prepared rows have an error; both print the rows or their statistics, too.",
         "Correct the input. Every message names the file and line or the key, and what to do.",
     ),
     "EXIT_RESUME": (

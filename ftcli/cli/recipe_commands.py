@@ -149,7 +149,7 @@ def preview(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show rows as the model reads them."""
+    """Show rows as the model reads them. Exit code 2 if the rows have an error, as with check --data."""
     from ftcli.reports import preview as module
 
     if html is not None and not html.parent.is_dir():
@@ -161,6 +161,7 @@ def preview(
         json.dumps(preview.as_dict(), indent=1) if as_json else "\n".join(preview.lines(Style.of(sys.stdout), ids=ids))
     )
     print_text(html if html is not None else text)
+    raise typer.Exit(preview.exit_code)
 
 
 def parity(

@@ -352,6 +352,19 @@ def test_check_with_rows_option_prepares_rows_and_fails_for_errors_only(
     assert "warning: 1 of 10 rows" in capsys.readouterr().out
 
 
+def test_preview_of_rows_with_an_error_shows_them_and_ends_as_check_does(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = write([turn("why", "so")] * 4)
+    assert code(["preview", str(wrong), "--rows", "1"]) == code(["check", str(wrong), "--data"]) == 2
+    shown = capsys.readouterr().out
+    assert "error: all 4 training rows are the same" in shown and "why" in shown
+    page = wrong.parent / "page.html"
+    assert code(["preview", str(wrong), "--html", str(page)]) == 2 and page.is_file()
+    assert code(["preview", str(wrong), "--json"]) == 2
+    assert code(["preview", str(write([*different(8), turn("a", "b"), turn("a", "b")]))]) == 0  # only a warning
+
+
 def test_preview_data_command_writes_a_page_and_prints_its_name(
     write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:

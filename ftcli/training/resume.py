@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 CHANGED = "older versions read it through `datasets`, which changes NULL, NA, None, 007 and text that looks like a date"
 AUTO, NEVER = "auto", "never"
+VALUES = "auto, never, a run folder, or one of its checkpoints/step-NNNNNN"  # of --resume
 ANYWAY = "--resume-anyway"
 LENGTH = ("train.max_steps", "train.epochs")
 PATHS = re.compile(r"data\.(train|eval)(\.\d+)?\.path")
@@ -63,6 +64,8 @@ def find_start(folder: RunFolder, recipe: Recipe, resume: str, *, anyway: bool =
     """
     if resume == NEVER:
         return None
+    if not resume:  # a variable of the shell that is not set
+        raise InputError("--resume is empty", hint=VALUES)
     origin = folder.origin() if resume == AUTO else resume
     checkpoint = _newest_checkpoint(folder.path) if resume == AUTO else None
     if checkpoint is None and origin:  # auto: a run that started from a checkpoint of another run
@@ -147,8 +150,7 @@ def recipe_changes(state: dict[str, Any], recipe: Recipe) -> tuple[list[str], li
         harmless_keys |= set(LENGTH)
     if recipe.data.streaming:  # the limit was not reached; for prepared rows it is part of the fingerprint
         harmless_keys.add("data.max_bad_rows")
-    moving: list[str] = []
-    harmless: list[str] = []
+    moving, harmless = list[str](), list[str]()
     for key in dict.fromkeys([*old, *new]):
         both = (old.get(key), new.get(key))
         if both[0] != both[1]:
@@ -288,8 +290,7 @@ def _named_checkpoint(path: Path) -> Path:
     """Return a checkpoint folder itself, or the newest intact checkpoint of a run folder."""
     if not is_checkpoint(path):
         if not checkpoints_of(path):
-            hint = "auto, never, a run folder, or one of its checkpoints/step-NNNNNN"
-            raise InputError(f"--resume {path}: not a checkpoint, and not a run with checkpoints", hint=hint)
+            raise InputError(f"--resume {path}: not a checkpoint, and not a run with checkpoints", hint=VALUES)
         checkpoint = _newest_checkpoint(path)
         assert checkpoint is not None  # there are checkpoints, and damaged ones raise
         return checkpoint

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.final import describe_other_base
-from ftcli.checkpoint.folder import read_state
+from ftcli.checkpoint.folder import STATE, read_state
 from ftcli.config.ineffective_keys import warmup_problems
 from ftcli.config.load import load_recipe
 from ftcli.config.plan import shorten_for_dry_run
@@ -233,6 +233,9 @@ def _read_start(
     requested = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     requested = shorten_for_dry_run(requested) if dry_run else requested
     checkpoint = None if resume is None else Path(resume)
+    if checkpoint is not None and not (checkpoint / STATE).is_file():
+        hint = "name the folder checkpoints/step-NNNNNN of a run, or leave `resume` out"
+        raise InputError(f"resume={str(resume)!r}: not a checkpoint, it has no {STATE}", hint=hint)
     state = None if checkpoint is None else read_state(checkpoint)
     resolved = resolve(requested, state)
     if reads_ahead():

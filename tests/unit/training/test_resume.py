@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ftcli import prepare, train
 from ftcli.checkpoint.folder import read_state, update_state
 from ftcli.config.recipe import Recipe
 from ftcli.data.streaming.samples import changed_streams, stream_digests
@@ -22,6 +23,7 @@ from ftcli.runtime.stop import StopRequest
 from ftcli.training.resume import belongs_to, check_rows, find_start, is_done, machine_hints, recipe_changes
 from ftcli.training.run_start import write_run_inputs
 
+from ...support.cells import cell
 from ...support.recipes import minimal_values
 from ..checkpoint.test_folder import DATA, write
 
@@ -174,6 +176,20 @@ def test_resume_auto_starts_without_checkpoints_and_refuses_damaged_ones(tmp_pat
     assert [str(folder / DATA) in str(p) for folder, p in zip((bad, good), caught.value.problems, strict=True)] == [
         True
     ] * 2
+
+
+def test_resume_from_an_empty_or_a_wrong_name_is_refused(tmp_path: Path, inputs: Path) -> None:
+    save(tmp_path, 5)
+    for name, what in (("", "--resume is empty"), (str(tmp_path / "no"), f"--resume {tmp_path / 'no'}: not a check")):
+        with pytest.raises(InputError) as caught:
+            find_start(RunFolder(tmp_path), recipe(), name)
+        (problem,) = caught.value.problems
+        assert problem.what.startswith(what) and problem.hint.startswith("auto, never, a run folder, or one of its")
+    with pytest.raises(InputError, match="--resume is empty"):
+        train(cell(inputs, "sft-tied"), output=tmp_path / "run", cpu=True, resume="")
+    for name in ("", "never", str(tmp_path)):
+        with pytest.raises(InputError, match=f"resume='{name}': not a checkpoint, it has no state.json"):
+            prepare(cell(inputs, "sft-tied"), cpu=True, resume=name)
 
 
 def test_resume_auto_uses_the_start_checkpoint_until_the_run_has_one(tmp_path: Path) -> None:

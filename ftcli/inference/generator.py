@@ -191,6 +191,7 @@ def load_generator(
 
     from ftcli.checkpoint.final import load_plain
     from ftcli.hardware.environment import quiet_libraries
+    from ftcli.models.adapter_folder import has_adapter_only
     from ftcli.models.hub import checked_base_revision, load_from_hub
     from ftcli.models.tokenizer import load_tokenizer
 
@@ -215,8 +216,7 @@ def load_generator(
     chat.require_template(name, tokenizer)
     check_variables(chat.variables, texts_of(tokenizer.chat_template), FLAG)
     log_line(f"loading {name} on {device}")
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        # transformers would not make room for the embeddings of new tokens
+    if has_adapter_only(path):  # transformers would not make room for the embeddings of new tokens
         revision = checked_base_revision(path)
         model = load_plain(CAUSAL_LM, path, trust_remote_code=trust_remote_code, revision=revision)
     else:

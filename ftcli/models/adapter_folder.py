@@ -66,6 +66,11 @@ def write_adapter(model: Any, values: dict[str, Tensor], folder: Path, task_type
         _remove_dtype(folder / BASE_CONFIG / "config.json")
 
 
+def has_adapter_only(folder: Path) -> bool:
+    """Return whether a folder holds an adapter without its base."""
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
 def base_of(folder: Path) -> tuple[str, str | None] | None:
     """Return the base of the adapter in a folder.
 
@@ -75,9 +80,9 @@ def base_of(folder: Path) -> tuple[str, str | None] | None:
     Returns:
         Name and, on the hub, commit of the base. None if the folder holds no adapter, or one beside its base.
     """
-    config = read_object(folder / "adapter_config.json")
+    config = read_object(folder / "adapter_config.json") if has_adapter_only(folder) else None
     name = (config or {}).get("base_model_name_or_path")
-    if config is None or not isinstance(name, str) or not name or (folder / "config.json").is_file():
+    if config is None or not isinstance(name, str) or not name:
         return None
     if not is_on_hub(name):
         return name, None
@@ -91,7 +96,7 @@ def check_no_adapter(section: Model) -> None:
     transformers would load the base with the adapter inside, and `final/` would be the weights of a part of that.
     """
     folder = local_path(section.name)
-    if folder is None or (folder / "config.json").is_file() or not (folder / "adapter_config.json").is_file():
+    if folder is None or not has_adapter_only(folder):
         return
     base = base_of(folder)
     of, name = ("", "its base model") if base is None else (f" of {base[0]}", base[0])

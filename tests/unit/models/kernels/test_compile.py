@@ -316,7 +316,8 @@ def test_compile_layers_with_an_adapter_saves_fewer_tensors_and_changes_no_bit(m
     assert less[2] < 0.95 * more[2]
 
 
-def test_compile_layers_passes_no_number_as_a_tensor_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def inputs_of_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets the inputs of each graph which is compiled from now on."""
     given: list[Any] = []
 
     def noted(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -325,6 +326,11 @@ def test_compile_layers_passes_no_number_as_a_tensor_on_the_host(monkeypatch: py
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=noted))
     torch._dynamo.reset()
+    return given
+
+
+def test_compile_layers_passes_no_number_as_a_tensor_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs_of_graphs(monkeypatch)
     counters.clear()
     sections = {"model": {"name": "llama", "torch_compile": True}, "adapter": {"type": "lora", "r": 3, "lora_alpha": 7}}
     expected = recipe("llama", precision="bf16", **sections)
@@ -342,14 +348,7 @@ def test_compile_layers_passes_no_number_as_a_tensor_on_the_host(monkeypatch: py
 def test_compile_layers_keeps_sizes_of_heads_constant_in_shards_too(
     in_shards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[Any] = []
-
-    def noted(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        given.extend(inputs)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=noted))
-    torch._dynamo.reset()
+    given = inputs_of_graphs(monkeypatch)
     model = tiny("llama").train()
     compile_layers(model, compiled_recipe("llama"))
     if in_shards:

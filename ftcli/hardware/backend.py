@@ -113,12 +113,13 @@ class Backend:
 
     # After `Accelerator.prepare`
 
-    def after_prepare(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+    def after_prepare(self, model: nn.Module, dtype: torch.dtype | None, *, skips: bool) -> None:
         """Configure communication of the prepared model. No parameter changes its value.
 
         Args:
             model: The prepared model.
             dtype: The autocast dtype; None without autocast.
+            skips: Whether a step whose gradient is not finite must leave the weights unchanged.
         """
 
     def unwrap(self, model: nn.Module) -> nn.Module:

@@ -215,7 +215,7 @@ class DeepSpeed(Backend):
         weight_broadcast.share_buffers(model, accelerator.device)
         yield
 
-    def after_prepare(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+    def after_prepare(self, model: nn.Module, dtype: torch.dtype | None, *, skips: bool) -> None:
         """Make stage 3 all-gather matrix weights in `dtype`, with hooks that are hidden from dispatch modes.
 
         DeepSpeed sends weights with a `comm_dtype` in that dtype and converts them to float32 on arrival. This halves
@@ -226,7 +226,7 @@ class DeepSpeed(Backend):
         if not _is_stage_3():
             return
         hasten_hooks(engine)
-        install_step_patches(engine)
+        install_step_patches(engine, skips=skips)
         hasten_step(engine)
         reduce_after_last_pass(engine.optimizer)
         hooks = engine.optimizer.parameter_offload
@@ -259,7 +259,7 @@ class DeepSpeed(Backend):
     ) -> Tensor:
         """Return the global norm before clipping. DeepSpeed has unscaled, clipped and stepped inside backward.
 
-        If the norm is not finite, the result is infinity and DeepSpeed has not stepped.
+        If the norm is not finite, the result is infinity. Then DeepSpeed has not stepped if such steps are skipped.
         """
         norm: Any = accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32)

@@ -178,7 +178,7 @@ class FSDP2(Backend):
         """Shard the parameters that stay float32; `Accelerator.prepare` then shards the others for `dtype`."""
         fsdp_mixed_precision.shard_small_params(accelerator, model, optimizer, dtype)
 
-    def after_prepare(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+    def after_prepare(self, model: nn.Module, dtype: torch.dtype | None, *, skips: bool) -> None:
         """Set when blocks all-gather their weights, and the dtype in which they send gradients.
 
         By default a block all-gathers its weights when the host reaches it. In the forward pass each block now first

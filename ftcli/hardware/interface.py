@@ -122,7 +122,7 @@ class Hardware:
             self.backend.shard_small_params(self.accelerator, model, optimizer, self.autocast_dtype)
             present = [loader for loader in loaders if loader is not None]
             model, optimizer, *present = self.accelerator.prepare(model, optimizer, *present)
-        self.backend.after_prepare(model, self.autocast_dtype)
+        self.backend.after_prepare(model, self.autocast_dtype, skips=self.skips or self.loss_scale is not None)
         return model, optimizer, [None if loader is None else present.pop(0) for loader in loaders]
 
     def micro_batches(self, batches: Iterable[T]) -> Iterator[T]:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ftcli.hardware.gradient_clipping import get_total_norm
 from ftcli.hardware.gradient_reduction import in_one_machine, reduce_scatter_in_float32
-from ftcli.runtime.patches import declare
+from ftcli.runtime.patches import declare, has_changed
 
 AVERAGE = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"  # private in DeepSpeed 0.19, without a public name
-STAGE_3_OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+STAGE_3_MODULE = "deepspeed.runtime.zero.stage3"
+STAGE_3_OPTIMIZER = f"{STAGE_3_MODULE}:DeepSpeedZeroOptimizer_Stage3"
 SIXTEEN_BIT_GRADIENTS = declare(
     __name__,
     "zero3-16-bit-gradients",
@@ -58,6 +59,18 @@ STEP = declare(
         )
     ),
     measurement="../explanation/our-own-code.md",
+)
+UNREAD_NORM = declare(
+    __name__,
+    "zero3-unread-norm",
+    library="deepspeed",
+    versions=">=0.19.8,<0.20",
+    purpose="Steps without reading the gradient norm on the host, unless steps that are not finite are skipped",
+    without="The host then waits for the device in each step, and the device for the host before the next one.",
+    alternative="None: DeepSpeed skips each step that is not finite, and must read the norm to know.",
+    apis=(f"{STAGE_3_OPTIMIZER}.step", f"{STAGE_3_MODULE}:is_invalid_grad_norm"),
+    also=has_changed({f"{STAGE_3_OPTIMIZER}.step": "de68804aaea1"}),
+    measurement="../explanation/performance.md",
 )
 Average = Callable[[list[Any], torch.dtype], list[Tensor]]
 
@@ -116,15 +129,22 @@ def _mean(gradients: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     ]
 
 
-def install_step_patches(engine: Any) -> None:
-    """Install three changes on a DeepSpeed engine, unless the patch is left out.
+def install_step_patches(engine: Any, *, skips: bool) -> None:
+    """Install the changes of a step on a DeepSpeed engine, unless their patches are left out.
 
     Results do not change, except for the summation order of the gradient norm. The changes avoid a second copy of the
-    float32 shards, compute one global norm, and free small weights before the wait for the last gradients.
+    float32 shards, compute one global norm, free small weights before the wait for the last gradients, and leave the
+    norm on the device.
+
+    Args:
+        engine: The engine at stage 3, before its first step.
+        skips: Whether a step that is not finite must leave the weights unchanged. The host then reads the norm.
     """
+    zero = engine.optimizer
+    if not (skips or zero.offload_optimizer) and UNREAD_NORM.is_usable():
+        zero.step = partial(_step_without_reading, zero.step)
     if not STEP.is_usable():
         return
-    zero = engine.optimizer
     _share_master_weights(zero)
     zero.get_grad_norm_direct = partial(_norm, zero)
     zero._get_norm_groups = partial(_norms, zero, zero._get_norm_groups)
@@ -170,3 +190,24 @@ def _norm(zero: Any, gradients: list[Tensor], parameters: list[Any]) -> Tensor:
     square = get_total_norm(gradients, zero.device).double().square()
     torch.distributed.all_reduce(square, group=parameters[0].ds_process_group)
     return torch.where(square.isfinite(), square.sqrt(), -1.0)
+
+
+def _step_without_reading(step: Callable[[], None]) -> None:
+    """Step without reading on the host whether the gradient norm is finite.
+
+    A step that is not finite then changes the weights, as it does on other backends. `training/nonfinite.py` finds it
+    before the weights are used, because the norm that DeepSpeed keeps is infinity.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    plain = stage3.is_invalid_grad_norm
+    stage3.is_invalid_grad_norm = _is_never_invalid
+    try:
+        step()
+    finally:
+        stage3.is_invalid_grad_norm = plain
+
+
+def _is_never_invalid(norm: Tensor) -> bool:
+    """Return False, in place of DeepSpeed's function, which would read `norm`."""
+    return False

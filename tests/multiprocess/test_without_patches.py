@@ -57,6 +57,7 @@ RUNS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "zero3-gradient-memory": ("sft-untied", BF16),
         "zero3-quiet-hooks": ("sft-untied", BF16),
         "zero3-gathered-layers": ("sft-untied", BF16),
+        "zero3-unread-norm": ("sft-untied", BF16),
     },
 }
 # Optional patches that runs on CPU processes do not use, and the reason.

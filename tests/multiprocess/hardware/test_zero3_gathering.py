@@ -53,7 +53,10 @@ def gathered(
     after_prepare, gather = deepspeed.DeepSpeed.after_prepare, partition_parameters._dist_allgather_fn
     results: dict[str, list[tuple[Any, list[str], Counter[str]]]] = {}
     for name in NAMES:
-        for configures in (lambda self, model, dtype: after_prepare(self, model, None), after_prepare):
+        for configures in (
+            lambda self, model, dtype, skips: after_prepare(self, model, None, skips=skips),
+            after_prepare,
+        ):
             patch.setattr(deepspeed.DeepSpeed, "after_prepare", configures)
             sent = Counter[str]()
 

@@ -19,15 +19,15 @@ from ...support.patching import patching
 
 STEPS = 4
 NAMES = ("zero3-small-weights", "zero3-gradient-buffer", "zero3-gradient-memory", "zero3-quiet-hooks")
-NAMES += ("zero3-gathered-layers",)  # zero3-stream-waits needs a GPU
+NAMES += ("zero3-gathered-layers", "zero3-unread-norm")  # zero3-stream-waits needs a GPU
 
 
 @patching
-def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str) -> dict[str, Any]:
+def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str, **changes: Any) -> dict[str, Any]:
     """Return the curve of a run, and what the host did in its last step."""
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero import partition_parameters, stage3
 
     from ftcli.hardware import deepspeed
     from ftcli.hardware.zero3_step import PARTITIONS
@@ -42,7 +42,7 @@ def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str) -> dict[str
         plain = getattr(owner, name)
         patch.setattr(owner, name, lambda *a, **k: (count.update([what]), plain(*a, **k))[1])
 
-    run: Any = prepare(cell(folder, "sft-untied", precision=precision, train={"max_steps": STEPS}), cpu=True)
+    run: Any = prepare(cell(folder, "sft-untied", precision=precision, train={"max_steps": STEPS}, **changes), cpu=True)
     zero = run.model.optimizer
     partitions, held = getattr(zero, PARTITIONS).values(), []
 
@@ -56,6 +56,7 @@ def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str) -> dict[str
     counting(torch, "split_with_sizes_copy", "copies of layers")
     counting(partition_parameters.MultipleAllGatherHandles, "wait", "waits")
     counting(get_accelerator(), "range_push", "ranges")
+    counting(stage3, "is_invalid_grad_norm", "norms read")
     run.hardware.unwrap(run.model).register_forward_pre_hook(lambda *_: held.append(sum(memory().values())))
     update, on_buffer = zero._optimizer_step, []
 
@@ -101,8 +102,11 @@ def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str) -> dict[str
 
 
 def all_and_without_each(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of `counted` with all patches (under ""), and without each of them; then both in float32."""
-    results = {}
+    """Return the results of `counted` with all patches (under ""), and without each of them; then both in float32.
+
+    Those under "skipping" are from a run with all patches that skips steps that are not finite.
+    """
+    results = {"skipping": counted(folder, "bf16", faults={"non_finite": "skip"})}
     for name in ("", *NAMES):
         patches.clear_caches()
         with environment(**{WITHOUT: name}):
@@ -153,6 +157,12 @@ def test_zero3_gradients_are_allocated_one_sub_group_after_another(ranks: list[d
         growing, at_once = (rank[name]["bytes after each bucket"] for name in ("", "zero3-gradient-memory"))
         assert growing == sorted(growing) and 0 < growing[0] < growing[-1]
         assert set(at_once) == {growing[-1]}
+
+
+def test_zero3_step_does_not_read_the_norm_unless_bad_steps_are_skipped(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in ranks:
+        assert "norms read" not in rank[""]
+        assert rank["zero3-unread-norm"]["norms read"] == rank["skipping"]["norms read"] == 1
 
 
 def test_zero3_hooks_do_not_search_for_weights_or_mark_ranges(ranks: list[dict[str, dict[str, Any]]]) -> None:

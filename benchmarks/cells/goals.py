@@ -51,6 +51,7 @@ ON_HOST = "recomputed, inputs and embeddings on the host"
 HOST_TABLE = "recomputed, embeddings on the host"  # Unsloth's label; its inputs of layers are on the host too
 H100 = ("ftcli", "H100")  # label of lines of two H100s, without flash-attn
 NO_LIGER = "H100, without Liger"  # Liger's loss fails in shards
+SMALLEST = {"shape": "qwen3-0.6b", "length": 4096, "task": "pretrain", "lora": 0} | MASTERS
 THREE = {"shape": "llama-3.2-3b", "length": 8192, "task": "pretrain", "lora": 0} | MASTERS
 BERT = {"shape": "bert-base", "task": "text_classification", "profile": "single"}
 VIT = {"shape": "vit-b16", "task": "image_classification", "profile": "single"}
@@ -163,14 +164,18 @@ GOALS = [
     *(
         Goal(f"{name} x4096 ZeRO-3, two H100s, of FSDP2", where | {"profile": "zero3"}, H100, H100, 0.97, OF_FSDP)
         for name, where in (
-            ("0.6B", MASTERS | {"shape": "qwen3-0.6b", "length": 4096, "task": "pretrain", "lora": 0}),
+            ("0.6B", SMALLEST),
             ("1B", MASTERS | {"shape": "llama-3.2-1b", "length": 4096, "task": "pretrain", "lora": 0}),
         )
     ),
     Goal("3B x8192 ZeRO-3, two H100s, of FSDP2", THREE | {"profile": "zero3"}, H100, H100, 0.97, OF_FSDP),
     *(
         Goal(f"{name} ZeRO-3, two H200s, of FSDP2", where | {"profile": "zero3"}, NO_FLASH, NO_FLASH, 0.97, OF_FSDP)
-        for name, where in (("1B x4096", DDP | {"processes": 2}), ("3B x8192", THREE))
+        for name, where in (
+            ("0.6B x4096", SMALLEST | TWO),
+            ("1B x4096", DDP | TWO),
+            ("3B x8192", THREE),
+        )
     ),
     Goal(
         "8B QLoRA FSDP2, one row, recomputed, two H200s, of DDP",

@@ -3,7 +3,8 @@
 torch's own sync debug mode reports all waits except those of collectives. Intended waits are outside the measured
 block: the check of gradients (step 20, or the last), a save, an evaluation. Rows of metrics are written during the next
 step, so they cause no wait.
-ZeRO is left out: DeepSpeed reads the gradient norm on the host in every step.
+ZeRO is left out: DeepSpeed waits for all but two of the sums and gathers under way. It reads no value
+(multiprocess/hardware/test_zero3_host.py).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from ftcli.testing import environment, run_on_cpu
 
 from ...support.cells import cell
 from ...support.patching import patching
+from ...unit.training.test_steady_loop import reads
 
 STEPS = 4
 NAMES = ("zero3-small-weights", "zero3-gradient-buffer", "zero3-gradient-memory", "zero3-quiet-hooks")
@@ -104,9 +105,14 @@ def counted(patch: pytest.MonkeyPatch, folder: Path, precision: str, **changes: 
 def all_and_without_each(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the results of `counted` with all patches (under ""), and without each of them; then both in float32.
 
-    Those under "skipping" are from a run with all patches that skips steps that are not finite.
+    Those under "skipping" are from a run with all patches that skips steps that are not finite. "reads" are the places
+    where steps read a value of the device, with all patches and without the one for the norm.
     """
-    results = {"skipping": counted(folder, "bf16", faults={"non_finite": "skip"})}
+    results = {"skipping": counted(folder, "bf16", faults={"non_finite": "skip"}), "reads": {}}
+    for name in ("", "zero3-unread-norm"):
+        patches.clear_caches()
+        with environment(**{WITHOUT: name}):
+            results["reads"][name] = reads(folder, "sft-untied", precision="bf16")
     for name in ("", *NAMES):
         patches.clear_caches()
         with environment(**{WITHOUT: name}):
@@ -163,6 +169,12 @@ def test_zero3_step_does_not_read_the_norm_unless_bad_steps_are_skipped(ranks: l
     for rank in ranks:
         assert "norms read" not in rank[""]
         assert rank["zero3-unread-norm"]["norms read"] == rank["skipping"]["norms read"] == 1
+
+
+def test_steady_loop_under_zero3_reads_no_value(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in ranks:
+        assert rank["reads"][""] == []
+        assert any("deepspeed/runtime" in place for place in rank["reads"]["zero3-unread-norm"])
 
 
 def test_zero3_hooks_do_not_search_for_weights_or_mark_ranges(ranks: list[dict[str, dict[str, Any]]]) -> None:

@@ -81,6 +81,7 @@ class Work:
         sent: Bytes that the process sends to others.
         host_traffic: Bytes between device and host.
         host_layers: Layers that the host launches kernels for, over all micro-batches; a recomputed one counts 4/3.
+        host_passes: Passes through layers, over all micro-batches: forward, backward, and recomputation.
         updated_on_host: Bytes that the optimizer reads and writes in host memory.
     """
 
@@ -91,6 +92,7 @@ class Work:
     sent: float
     host_traffic: float
     host_layers: float
+    host_passes: int
     updated_on_host: float
 
 
@@ -129,6 +131,7 @@ def count_work(
         sent=_sent_bytes(recipe, size, shape, shares, plan),
         host_traffic=host + _offloaded_activations(recipe, shape, kernels, tokens),
         host_layers=plan.accumulation * shape.layers * (4 / 3 if kernels.mode in OF_WHOLE_LAYERS else 1),
+        host_passes=plan.accumulation * shape.layers * (3 if kernels.mode in OF_WHOLE_LAYERS else 2),
         updated_on_host=0 if shares.optimizer else of_optimizer / plan.processes,
     )
 

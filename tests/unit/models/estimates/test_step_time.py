@@ -120,11 +120,17 @@ def test_count_work_of_offloaded_activations_moves_them_there_and_back() -> None
 GPU_OF_ONES = GPU("one", 1, {"bf16": 1e15, "fp32": 1e15}, 1e12, 1e12, 1e12, "by hand")
 
 
-def time_of(shares: ShardCounts | None = None, processes: int = 1, **rates: Any) -> Any:
-    small_recipe = recipe(task="pretrain", precision="bf16")
+def time_of(
+    shares: ShardCounts | None = None,
+    processes: int = 1,
+    kernels: Kernels = COMPILED,
+    changes: dict[str, Any] | None = None,
+    **rates: Any,
+) -> Any:
+    small_recipe = recipe(task="pretrain", precision="bf16", **changes or {})
     size, plan = size_of_shape(SHAPE, small_recipe), derive_plan(small_recipe, processes)
     gpu = replace(GPU_OF_ONES, **rates)
-    return estimate_step(small_recipe, size, SHAPE, shares or ShardCounts(), plan, ROWS, COMPILED, gpu)
+    return estimate_step(small_recipe, size, SHAPE, shares or ShardCounts(), plan, ROWS, kernels, gpu)
 
 
 def test_estimate_step_is_work_over_rates() -> None:
@@ -140,6 +146,17 @@ def test_estimate_step_is_work_over_rates() -> None:
 def test_estimate_step_of_a_tiny_model_waits_for_the_host() -> None:
     expected = step_time.COMPILED_HOST * step_time.HOST_LAYER * 4 + step_time.HOST_STEP
     assert time_of().compute == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("checkpointing", "passes"), [("none", 2), ("full", 3)])
+def test_estimate_step_of_a_tiny_model_in_4_bits_waits_for_the_host_in_each_pass(
+    checkpointing: str, passes: int
+) -> None:
+    four_bit = {"name": "m", "quantization": {"load_in_4bit": True}}
+    changes = {"model": four_bit, "adapter": {"type": "lora"}}
+    one = time_of(kernels=replace(COMPILED, mode=checkpointing), changes=changes)
+    expected = step_time.FOUR_BIT_PASS * 2 * 2 * passes + step_time.HOST_STEP
+    assert one.compute == pytest.approx(expected), "two micro-batches through two layers"
 
 
 def test_estimate_step_hides_a_part_of_communication_or_what_computation_covers() -> None:

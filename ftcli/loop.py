@@ -53,6 +53,7 @@ def steps(run: Run) -> Iterator[Step]:
 def _steps(run: Run) -> Generator[Step, None, None]:
     turn = run.progress.enter(run)
     with nullcontext() if run.record is None else run.record:
+        run.guard.check_previous_step()  # of a loop that was left
         while True:
             if run.guard.must_roll_back:
                 roll_back(run)

@@ -201,14 +201,17 @@ def conversation(turns: Any, row: Row) -> dict[str, Any]:
         row: The row. Its column `system` becomes the first message if the conversation has no system message.
 
     Raises:
-        RowError: A value cannot be converted.
+        RowError: A value cannot be converted, or the row has two system messages.
     """
     messages = messages_of(turns)
     system = row.get("system")
     if system is not None and not isinstance(system, str):
         raise RowError("`system` must be text")
-    if system and isinstance(messages, list) and not _begins_with_system(messages):
-        messages = [{"role": "system", "content": system}, *messages]
+    if system and isinstance(messages, list):
+        if not _begins_with_system(messages):
+            messages = [{"role": "system", "content": system}, *messages]
+        elif messages[0].get("content") != system:
+            raise RowError("has a column `system` and another text in a system message; remove one of them")
     return {"messages": messages, "tools": None, **conversation_options(row)}
 
 

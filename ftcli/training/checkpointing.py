@@ -42,7 +42,7 @@ from ftcli.runtime.log import log_line
 from ftcli.runtime.process import local_world_size, profile_path
 from ftcli.runtime.run_folder import RunFolder, has_checkpoints
 from ftcli.tasks.shared.metric_names import require_metric
-from ftcli.training.nonfinite import REMEDY
+from ftcli.training.nonfinite import REMEDY, check_newest_step
 from ftcli.training.progress import gather_cursors
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def save_checkpoint(
     Raises:
         DiskError: A rank could not write this checkpoint, or the previous one in the background. On every rank.
         RuntimeError: A rank failed for another reason. On every rank.
+        RunError: The run was stopped by a step that is not finite, or a step was interrupted.
         InputError: The run has no folder, the ranks do not share it, or `step` is not the step of the run.
 
     Example:
@@ -80,8 +81,9 @@ def save_checkpoint(
         return None
     if run.folder is None:
         raise InputError("the run has no folder to save into", hint="name one: ftcli.prepare(recipe, output=FOLDER)")
-    if not run.guard.check_previous_step():
+    if not check_newest_step(run):
         return None
+    run.progress.check_complete()
     if step != run.position:
         message = f"save_checkpoint was called for step {step}, but the run has done {run.position} steps"
         raise InputError(message, hint="pass step.number")

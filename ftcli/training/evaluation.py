@@ -23,6 +23,7 @@ from ftcli.runtime.seeds import PADDING
 from ftcli.runtime.stop import Stopped
 from ftcli.training.evaluation_drawings import write_drawings
 from ftcli.training.garbage_collection import automatic_collection
+from ftcli.training.nonfinite import check_newest_step
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 def evaluate(run: Run) -> dict[str, float]:
     """Evaluate the model on every evaluation row, each exactly once. A collective.
 
-    In a loop of your own, the metrics are also written to metrics.jsonl.
+    In a loop of your own, the metrics are also written to metrics.jsonl, unless the newest step was not finite and will
+    be undone (`faults.non_finite: rollback`).
 
     Args:
         run: A run from `ftcli.prepare`.
@@ -46,6 +48,7 @@ def evaluate(run: Run) -> dict[str, float]:
     Raises:
         InputError: The recipe has no evaluation rows.
         Stopped: A stop was requested during the evaluation. Raised on every rank, after the same batch.
+        RunError: The run was stopped by a step that is not finite.
 
     Example:
         >>> run = ftcli.prepare("recipe.yaml", overrides=["data.eval_rows=100"])
@@ -53,6 +56,7 @@ def evaluate(run: Run) -> dict[str, float]:
     """
     if run.eval_loader is None or run.rows.eval is None:
         raise InputError("the recipe has no evaluation rows", hint="set data.eval or data.eval_rows")
+    stays = check_newest_step(run)
     started = time.perf_counter()
     average_statistics(run.hardware.unwrap(run.model), run.recipe.model.batch_norm, run.hardware.ranks)
     run.model.eval()
@@ -81,7 +85,7 @@ def evaluate(run: Run) -> dict[str, float]:
     for name, value in source_losses(rows, np.asarray(run.rows.eval["source"]), labels).items():
         metrics.setdefault(name, value)
     write_drawings(run, run.folder, f"step-{run.position:06d}")
-    if run.record is not None:
+    if run.record is not None and stays:
         run.record.evaluation(metrics, time.perf_counter() - started)
     return metrics
 

@@ -2,8 +2,8 @@
 
 Loss and norm of a step are sums over all ranks, so every rank decides the same without communication. Both are copied
 to the host while the device computes the next step, and are read one step later, so the loop does not wait for them.
-`check_previous_step` must be called before an evaluation or a save, so that a bad step never reaches a checkpoint. This
-module is independent of the backend.
+An evaluation and a save call `check_newest_step` first, so that a bad step never reaches a checkpoint. A run that was
+stopped by a bad step stays stopped: each later check raises the same error. This module is independent of the backend.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ftcli.config.recipe_training import Faults
     from ftcli.data.provenance import NameRows
     from ftcli.hardware.interface import Hardware
+    from ftcli.training.run import Run
 
 
 MAX_ROWS_NAMED = 32  # rows of one rank in a message
@@ -60,6 +61,7 @@ class NonFiniteGuard:
         self.record: list[dict[str, Any]] = []
         self._overflows = hardware.loss_scale is not None
         self._pending: _PendingStep | None = None
+        self._error: RunError | None = None  # why the weights must not be used any more
 
     def restore(self, record: list[dict[str, Any]]) -> None:
         """Restore the record of a checkpoint."""
@@ -91,15 +93,22 @@ class NonFiniteGuard:
             Whether the weights may be used. False: the loop must roll back to a checkpoint.
 
         Raises:
-            RunError: The step is bad and the policy is stop, or more steps were bad than the policy allows.
+            RunError: The step is bad and the policy is stop, or more steps were bad than the policy allows. Each later
+                call raises it again.
         """
+        if self._error is not None:
+            raise self._error
         pending, self._pending = self._pending, None
         if pending is None:
             return not self.must_roll_back
         norm, loss, *losses = pending.values.wait().tolist()
         if self.is_good(loss, norm):
             return True
-        self._act(pending, f"step {pending.step}: loss {loss}, gradient norm {norm}", losses)
+        try:
+            self._act(pending, f"step {pending.step}: loss {loss}, gradient norm {norm}", losses)
+        except RunError as error:
+            self._error = error
+            raise
         return not self.must_roll_back
 
     def _act(self, pending: _PendingStep, what: str, losses: list[float]) -> None:
@@ -129,6 +138,28 @@ class NonFiniteGuard:
         if policy == "rollback":
             self.excluded.update(samples)
             self.must_roll_back = True
+
+
+def check_newest_step(run: Run) -> bool:
+    """Check the newest step before its weights are used, and record an error in the status of a user's loop.
+
+    A collective if the step is bad.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Whether the weights may be used. False: the loop will roll back to a checkpoint.
+
+    Raises:
+        RunError: The run was stopped by a bad step.
+    """
+    try:
+        return run.guard.check_previous_step()
+    except RunError as error:
+        if run.record is not None:
+            run.record.fail(error)
+        raise
 
 
 def _real(ids: NDArray[np.int64]) -> NDArray[np.int64]:

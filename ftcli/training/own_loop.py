@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import load_recipe
-from ftcli.runtime.errors import EXIT_DONE, EXIT_RESUME
+from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, RunError
 from ftcli.runtime.load_monitor import LoadMonitor
 from ftcli.runtime.process import current_rank
 from ftcli.runtime.run_folder import RunFolder
@@ -103,6 +103,7 @@ class OwnLoop:
 
         self.run, self.reporter, self._has_begun = run, Reporter(run, quiet=True), False
         self._end_status: tuple[str, int, str] | None = None  # state, exit code and error after the loop has ended
+        self._failure: RunError | None = None
 
     def __enter__(self) -> None:
         self._end_status = None
@@ -118,6 +119,8 @@ class OwnLoop:
     ) -> None:
         run = self.run
         run.load.stop()
+        if self._failure is not None and isinstance(error, GeneratorExit):  # in the body of the loop
+            kind, error, trace = RunError, self._failure, None
         is_done = error is None or (isinstance(error, GeneratorExit) and run.position == run.steps)
         if is_done:
             self.reporter.__exit__(None, None, None)
@@ -138,6 +141,13 @@ class OwnLoop:
         """Record the metrics of an evaluation of some seconds after the newest step."""
         self.reporter.evaluation(self.run.position, metrics, seconds)
         if self._end_status is not None:
+            self._write_status(*self._end_status)
+
+    def fail(self, error: RunError) -> None:
+        """Record that the run cannot continue, inside the loop or after it."""
+        self._failure = error
+        if self._end_status is not None:
+            self._end_status = ("failed", EXIT_FAILED, f"{type(error).__name__}: {error}")
             self._write_status(*self._end_status)
 
     def _write_status(self, state: str, code: int, error: str) -> None:

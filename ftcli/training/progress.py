@@ -46,11 +46,7 @@ class Progress:
             RunError: A step was interrupted before it was complete.
             InputError: The model or the optimizer of the run was replaced.
         """
-        if self._in_step:
-            raise RunError(
-                f"step {(self.done or 0) + 1} was interrupted before it was complete, so weights and gradients may be "
-                "half updated. Prepare the run again; with resume=CHECKPOINT it continues from that checkpoint"
-            )
+        self.check_complete()
         self._check_not_replaced(run)
         if self.done is None:
             self.done = run.first_step
@@ -85,6 +81,14 @@ class Progress:
     def end_step(self, done: int) -> None:
         """Record that `done` steps are done. The number may be smaller than before, after a roll-back."""
         self.done, self._in_step = done, False
+
+    def check_complete(self) -> None:
+        """Raise `RunError` if a step was interrupted, because the weights may be those of the next step."""
+        if self._in_step:
+            raise RunError(
+                f"step {(self.done or 0) + 1} was interrupted before it was complete, so weights and gradients may be "
+                "half updated. Prepare the run again; with resume=CHECKPOINT it continues from that checkpoint"
+            )
 
     def check_loop(self, loop_number: int) -> None:
         """Raise `RunError` if a newer loop over the same run has begun."""

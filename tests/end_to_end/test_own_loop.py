@@ -115,10 +115,10 @@ def test_steps_of_an_older_loop_after_a_new_one_are_refused(inputs: Path) -> Non
     assert next(newer).number == 3
 
 
-def test_steps_after_an_interrupted_step_raises_an_error_with_the_reason(
-    inputs: Path, monkeypatch: pytest.MonkeyPatch
+def test_steps_and_a_save_after_an_interrupted_step_raise_an_error_with_the_reason(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = ftcli.prepare(recipe(inputs), cpu=True)
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
     loop = ftcli.steps(run)
     next(loop)
 
@@ -129,8 +129,9 @@ def test_steps_after_an_interrupted_step_raises_an_error_with_the_reason(
         patch.setattr(run.task, "loss", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(loop)
-    with pytest.raises(RunError, match=r"step 2 was interrupted before it was complete.*resume=CHECKPOINT"):
-        next(ftcli.steps(run))
+    for use in (lambda: next(ftcli.steps(run)), lambda: save_checkpoint(run, run.position)):
+        with pytest.raises(RunError, match=r"step 2 was interrupted before it was complete.*resume=CHECKPOINT"):
+            use()
 
 
 def test_save_and_evaluate_without_a_folder_or_rows_are_refused(inputs: Path, tmp_path: Path) -> None:

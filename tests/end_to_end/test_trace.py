@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ftcli.runtime.run_folder import EVENTS
+
 from ..support.recipes import recipe_values
 from ..support.runner import MakeInputs, RunCli
 
@@ -64,7 +66,8 @@ def test_trace_of_one_process_writes_its_files_and_no_run(
     assert sum(rank["shares"].values()) == pytest.approx(1) and rank["shares"]["exposed"] == 0
     assert rank["shares"]["compute"] > 0 and rank["shares"]["optimizer"] > 0 and len(rank["step_seconds"]) == 2
     folder = inputs / "runs" / "right-trace"
-    assert sorted(path.name for path in folder.iterdir()) == ["all-ranks.trace.json.gz", *FILES]
+    names = {path.name for path in folder.iterdir()} - {EVENTS}  # a busy machine may be recorded as an event
+    assert sorted(names) == ["all-ranks.trace.json.gz", *FILES]
     assert not (inputs / "runs" / "right").exists()
     again = run_cli("trace", "right.yaml", "--cpu")
     assert again.code == 2 and "right-trace exists and is not an empty folder" in again.err

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from ftcli.data.chat.foreign_text import require_own_text
 from ftcli.data.chat.hints import RefusedConversation, suggest_fixes
 from ftcli.data.chat.message_checks import checked_messages, turn_weights
+from ftcli.data.chat.omissions import require_all_messages
 from ftcli.data.chat.rendering import Messages, Refusals, Template
 from ftcli.data.chat.template_tracing import Span
 from ftcli.data.chat.training_templates import read_template
@@ -243,7 +244,7 @@ def _find_spans(
     else:
         text = template.render(turns, tools)
         spans = {index: [span] for index, span in find_turns(template, turns, tools, text, selected).items()}
-    _require_shown(turns, text)
+    require_all_messages(template, turns, tools, text, selected)
     require_own_text(template, turns, tools, text, spans)
     return text, spans
 
@@ -276,13 +277,6 @@ def _select_turns(
             )
         selected.append(index)
     return selected
-
-
-def _require_shown(turns: Messages, text: str) -> None:
-    """Raise `RowError` if the template leaves out a system or user message."""
-    for number, turn in enumerate(turns, start=1):
-        if turn["role"] in ("system", "developer", "user") and turn["content"].strip() not in text:
-            raise RowError(f"message {number}: the chat template leaves out the message of the role {turn['role']}")
 
 
 def _mask(text: str, offsets: list[tuple[int, int]], plan: Plan) -> tuple[list[bool], list[float] | None]:

@@ -154,8 +154,8 @@ class TemplateTracer:
         except Exception:  # the template may raise any exception for a placeholder; rendering reports real errors
             return None
         shown = {slot.message for slot in slots}
-        if any(role in ("system", "developer", "user") and index not in shown for index, role in enumerate(roles)):
-            return None
+        if len(shown) < len(roles):
+            return None  # encode.py refuses such conversations
         return TracedRendering(tuple(texts), tuple(slots), tuple(turns), tuple(dict.fromkeys(conditions)))
 
     def _run(self, roles: Sequence[str], conditions: list[Condition], *, prompt: bool) -> tuple[list[str], list[Slot]]:

@@ -133,7 +133,7 @@ class _Finder:
 
     def answer_ends(self, selected: Sequence[int]) -> dict[int, int]:
         """Return the end of the last character of every selected message in the text."""
-        letters = _unused(self.text)
+        letters = unused_letters(self.text)
         calls = {index: len(self.messages[index].get("tool_calls") or ()) for index in selected}
         marks = {index: (next(letters), [next(letters) for _ in range(calls[index])]) for index in selected}
         owners = {mark: index for index, (content, names) in marks.items() for mark in (content, *names)}
@@ -156,13 +156,14 @@ class _Finder:
                 owners.pop(mark, None)
         for index in selected:
             if index not in ends:
-                raise UntrainableTurn(index, "the chat template leaves out the assistant's text", "left out")
+                part = "assistant's text" if self.messages[index].get("content") else "message's tool calls"
+                raise UntrainableTurn(index, f"the chat template leaves out the {part}", "left out")
         return ends
 
     def _with_marks(self, marks: dict[int, tuple[str, list[str]]]) -> Messages:
         """Return the messages with a mark after each answer."""
         return [
-            _with_mark(message, marks[index][0], self.trim, marks[index][1]) if index in marks else message
+            with_mark(message, marks[index][0], self.trim, marks[index][1]) if index in marks else message
             for index, message in enumerate(self.messages)
         ]
 
@@ -187,8 +188,8 @@ class _Finder:
 
     def _tail(self, index: int) -> str:
         """Return the text that the template writes after a message if it is the last one."""
-        mark = next(_unused(self.text))
-        turns = [*self.messages[:index], _with_mark(self.messages[index], mark, self.trim)]
+        mark = next(unused_letters(self.text))
+        turns = [*self.messages[:index], with_mark(self.messages[index], mark, self.trim)]
         return self.template.render(turns, self.tools).rpartition(mark)[2]
 
     def _followed(self, answer: int) -> str:
@@ -288,7 +289,7 @@ def _require_part(name: str, part: str, index: int, text: str, start: int, end: 
         raise UntrainableTurn(index, f"the chat template leaves out {name}", "left out")
 
 
-def _with_mark(
+def with_mark(
     message: dict[str, Any], mark: str, trim: Callable[[str], str], names: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Return the message with a mark after its content, and after every name and text of its tool calls.
@@ -326,6 +327,6 @@ def _marked_texts(value: Any, mark: str) -> Any:
     return [_marked_texts(item, mark) for item in value] if isinstance(value, list) else value
 
 
-def _unused(text: str) -> Iterator[str]:
+def unused_letters(text: str) -> Iterator[str]:
     """Yield characters for marks that do not occur in a text."""
     return (chr(code) for code in MARKS if chr(code) not in text)

@@ -34,8 +34,8 @@ IDLE = 0.04  # part of a step in which no kernel runs: median of nine kernel pro
 # a step. From steps that wait for the host: BERT and ViT, and tiny models (docs/explanation/performance.md).
 HOST_LAYER, HOST_STEP = 1.6e-3, 7e-3
 COMPILED_HOST = 0.5  # of these seconds, for compiled layers
-# The same for one pass (forward, backward or recomputation) through a layer of 4-bit weights with an adapter. From eight
-# lines of 8B QLoRA with one row, whose kernels take less time than the host.
+# The same for one pass (forward, backward or recomputation) through a layer of 4-bit weights with an adapter. From
+# eight lines of 8B QLoRA with one row, whose kernels take less time than the host.
 FOUR_BIT_PASS = 4.4e-3
 # Seconds of the device for the gaps between the kernels of a layer in a CUDA graph, and for kernels that are shorter
 # than the time to start one. From two lines of BERT and one of ViT, which the estimate without it misses by 5 and 6 ms.

@@ -53,7 +53,7 @@ def spared(patch: pytest.MonkeyPatch, folder: Path, *, hastened: bool = True) ->
 
     patch.setattr(deepspeed, "STAGE_3", {"sub_group_size": 5000, "stage3_param_persistence_threshold": 100})
     if not hastened:
-        share_only = lambda engine: zero3_patches._share_master_weights(engine.optimizer)  # noqa: E731
+        share_only = lambda engine, skips: zero3_patches._share_master_weights(engine.optimizer)  # noqa: E731
         patch.setattr(deepspeed, "install_step_patches", share_only)
     results: dict[str, Any] = {"waits": [], "whole": [], "behind": [], "sums": []}
     device: Any = get_accelerator()

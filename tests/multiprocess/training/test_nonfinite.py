@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import ftcli
 from ftcli.checkpoint.folder import publish, read_state
 from ftcli.runtime.checkpoint_names import checkpoint_path
+from ftcli.runtime.errors import RunError
+from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import run_on_cpu
 
 from ...support.cells import LORA, cell, resume_cell, save_cell, weights
 from ...support.runner import MakeInputs
 
 BAD_STEP = 4
+ROLL_BACK = {"faults": {"non_finite": "rollback"}, "checkpoint": {"every_steps": 1}}
 POISONED_TASK = """
 import os, torch
 from ftcli.tasks import sft
@@ -229,3 +234,59 @@ def test_rollback_of_a_packed_run_resumes_without_the_documents_of_the_bad_step(
     assert sum(row[4] for row in rows[2 + per_epoch :]) == 42 - len(ids)
     resumed = curve(prepare(recipe, cpu=True, resume=checkpoint_path(tmp_path / "run", 6)))
     assert resumed["rows"] == rows[8:]
+
+
+def evaluations(folder: Path) -> list[tuple[int, float]]:
+    """Return the step and the loss of each recorded evaluation."""
+    return [(row["step"], row["eval/loss"]) for row in RunFolder(folder).metrics() if "eval/loss" in row]
+
+
+def stopped_loop(inputs: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    """Return a run for a user's loop, whose step `BAD_STEP` is bad."""
+    recipe = poisoned(inputs, train={"max_steps": 6}, **changes)
+    monkeypatch.setenv("BAD_IDS", str(rows_of(recipe, BAD_STEP)[-1]))
+    return ftcli.prepare(recipe, cpu=True, output=folder)
+
+
+@pytest.mark.parametrize("where", ["left by break", "inside the loop", "raised by the loop"])
+def test_run_stopped_by_a_bad_step_cannot_be_saved_evaluated_or_continued(
+    where: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, folder = stopped_loop(inputs, tmp_path / "run", monkeypatch), RunFolder(tmp_path / "run")
+
+    def loop() -> None:
+        for step in ftcli.steps(run):
+            if step.number == 2:
+                ftcli.save_checkpoint(run, 2)
+            if step.number == BAD_STEP and where == "left by break":
+                break
+            if step.number == BAD_STEP and where == "inside the loop":
+                ftcli.evaluate(run)
+
+    bad = rf"step {BAD_STEP}: loss nan.*The step was not saved"
+    with nullcontext() if where == "left by break" else pytest.raises(RunError, match=bad):
+        loop()
+    assert folder.status()["state"] == ("stopped" if where == "left by break" else "failed")
+    save = lambda: ftcli.save_checkpoint(run, run.position)  # noqa: E731
+    for use in (save, save, lambda: ftcli.evaluate(run)):
+        with pytest.raises(RunError, match=bad):
+            use()
+    with pytest.raises(RunError, match="step 5 was interrupted" if where == "raised by the loop" else bad):
+        next(iter(ftcli.steps(run)))
+    assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step-000002"]
+    status = folder.status()
+    assert (status["state"], status["exit_code"]) == ("failed", 1) and "loss nan" in status["error"]
+    assert evaluations(folder.path) == []
+
+
+def test_evaluation_of_a_step_that_will_be_undone_is_not_recorded(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stopped_loop(inputs, tmp_path / "run", monkeypatch, **ROLL_BACK)
+    found = []
+    for step in ftcli.steps(run):
+        found.append((step.number, bool(np.isfinite(ftcli.evaluate(run)["loss"]))))
+        ftcli.save_checkpoint(run, step.number)
+    assert found == [(1, True), (2, True), (3, True), (4, False), (4, True), (5, True), (6, True)]
+    steps, losses = zip(*evaluations(tmp_path / "run"), strict=True)
+    assert steps == (1, 2, 3, 4, 5, 6) and np.isfinite(losses).all()

@@ -13,6 +13,7 @@ from ftcli.runtime.errors import InputError, RowError
 
 CHAT = ("messages", "completion")
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+SYSTEM = {"role": "system", "content": "be kind"}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 SCHEMA = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -72,6 +73,7 @@ def messages_of(row: dict[str, Any]) -> Any:
         ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
         ({"messages": json.dumps([USER, ANSWER])}, [USER, ANSWER]),
         ({"messages": [USER, ANSWER], "system": "be kind"}, [{"role": "system", "content": "be kind"}, USER, ANSWER]),
+        ({"messages": [SYSTEM, USER, ANSWER], "system": SYSTEM["content"]}, [SYSTEM, USER, ANSWER]),
         (
             {"instruction": "hi", "input": "", "output": "hello", "history": [["a", "b"]]},
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, USER, ANSWER],
@@ -198,6 +200,10 @@ def test_prompts_stay_text() -> None:
         ({"instruction": "a", "output": "b", "history": ["x"]}, "`history` must be"),
         ({"messages": [USER, ANSWER], "tools": {}, "system": 5}, "`system` must be text"),
         ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "`tools` must be a list"),
+        (
+            {"messages": [SYSTEM, USER, ANSWER], "system": "be brief"},
+            "has a column `system` and another text in a system message",
+        ),
     ],
 )
 def test_convert_row_of_another_shape_is_refused(row: dict[str, Any], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -280,3 +281,32 @@ def test_encode_conversation_drops_null_keys_except_in_arguments() -> None:
     turns = [{"role": "user", "content": "Time?", "tool_calls": None}, {"role": "assistant", "tool_calls": [call]}]
     ids, _ = encode.encode_conversation(tokenizer, convert({"messages": turns}, ["messages"])["messages"])
     assert '"parameters": {"city": "Rome", "days": null}}<|eom_id|>' in tokenizer.decode(ids)
+
+
+BEGIN = "{% for message in messages %}"
+RESULT = "{% if message.role != 'tool' %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endif %}"
+AS_JSON = (
+    "<|im_start|>{{ message.role }}\n{{ message.content | tojson if message.role == 'tool' else message.content }}"
+)
+CALLED = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "I look."},
+    {"role": "tool", "content": 'say "noon"'},
+    {"role": "assistant", "content": "Noon."},
+]
+
+
+@pytest.mark.parametrize("times", [1, 3])  # the second and third are rendered from the first
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_encode_with_a_template_that_leaves_out_results_of_tools_is_refused(train_on: Any, times: int) -> None:
+    tokenizer = copy.deepcopy(read_table("chatml")[0])
+    tokenizer.chat_template = BEGIN + RESULT + "{% endfor %}"
+    for row in encode.encode_conversations(tokenizer, [CALLED] * times, train_on=train_on):
+        assert str(row) == "message 3: the chat template leaves out the message of the role tool"
+
+
+def test_encode_with_a_template_that_writes_results_of_tools_as_json_is_accepted() -> None:
+    tokenizer = copy.deepcopy(read_table("chatml")[0])
+    tokenizer.chat_template = BEGIN + AS_JSON + "<|im_end|>{% endfor %}"
+    ids, trained = encode.encode_conversation(tokenizer, CALLED)
+    assert '\n"say \\"noon\\""<|im_end|>' in tokenizer.decode(ids) and sum(trained) > 0

@@ -53,9 +53,8 @@ def steps(run: Run) -> Iterator[Step]:
 def _steps(run: Run) -> Generator[Step, None, None]:
     turn = run.progress.enter(run)
     with nullcontext() if run.record is None else run.record:
-        run.guard.check_previous_step()  # of a loop that was left
         while True:
-            if run.guard.must_roll_back:
+            if not run.guard.check_previous_step():  # the newest step of a loop that was left, or of this one
                 roll_back(run)
             yield from collect_between_steps(_train_until_undone(run, turn), run.first_step)
             if not run.guard.must_roll_back:

@@ -43,6 +43,7 @@ class Conversation:
 
     system: str | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
+    unfinished: list[dict[str, Any]] = field(default_factory=list)  # answers that were stopped
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -54,9 +55,11 @@ class Conversation:
         """Return the prompt for a further question, without adding the question."""
         return Prompt([*self.messages, {"role": "user", "content": question}])
 
-    def add(self, question: str, answer: str) -> None:
-        """Add a question and its answer."""
+    def add(self, question: str, answer: str, *, ended: bool) -> None:
+        """Add a question and its answer, and whether the model ended the answer itself."""
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        if not ended:
+            self.unfinished.append(self.turns[-1])
 
     def command(self, line: str) -> str:
         """Execute a command other than /quit.
@@ -89,6 +92,8 @@ class Conversation:
         """Append the conversation to a .jsonl file as one row, and return a line for the user."""
         if not self.turns:
             raise InputError("the conversation is empty")
+        if not all(turn["content"].strip() for turn in self.turns):
+            raise InputError("an answer is empty, and would not be accepted as a training row", hint="/undo removes it")
         if not path.endswith(".jsonl"):
             raise InputError(
                 f"/save {path}: the file name must end in .jsonl", hint="each line of the file is one conversation"
@@ -98,7 +103,9 @@ class Conversation:
                 file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise InputError(f"/save {path}: {error.strerror}") from error
-        return f"appended to {path}: {len(self.turns)} turns"
+        cut = any(turn is answer for turn in self.turns for answer in self.unfinished)
+        note = "; an answer was stopped, and a model would learn to end there: edit it" if cut else ""
+        return f"appended to {path}: {len(self.turns)} turns{note}"
 
 
 def converse(
@@ -188,7 +195,7 @@ def _answer(writer: TextGenerator, conversation: Conversation, question: str, ch
     if note:
         _note(note)
     if question:
-        conversation.add(question, last.text)
+        conversation.add(question, last.text, ended=last.ended)
 
 
 def _lines(is_typed: bool) -> Iterator[str]:

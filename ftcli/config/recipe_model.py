@@ -142,7 +142,13 @@ class Adapter(Section):
     type: Literal["none", "lora"] = Field("none", description="none: the whole model is trained.")
     r: int = Field(8, ge=1, le=4096, description="Rank of the update matrices.")
     lora_alpha: float = Field(16, gt=0, description="The update is scaled by lora_alpha / r.")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input, a probability.")
+    lora_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Dropout on the adapter's input, a "
+        "probability. Above 0 a run is reproducible only on the same profile, number of processes and micro size.",
+    )
     target_modules: str | list[str] = Field(
         "all-linear",
         description="all-linear, a list of module-name endings, or one regular expression over full names. An ending "

@@ -127,7 +127,9 @@ def read_document(path: str | Path) -> Document:
     except FileNotFoundError:
         raise InputError("no such file", where=name) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"is not UTF-8 text: byte {error.start} cannot be read", name, "save it as UTF-8") from None
+        line = content.count(b"\n", 0, error.start) + 1
+        message, where = f"is not UTF-8 text: byte {error.start} cannot be read", f"{name}:{line}"
+        raise InputError(message, where, "save it as UTF-8") from None
     except OSError as error:
         raise InputError(f"cannot be read: {reason(error)}", where=name) from None
     if name.endswith(".json"):

@@ -200,7 +200,8 @@ def load_from_hub(auto: Any, section: Model, *, key: str = MODEL_KEY, **kwargs: 
         if isinstance(error, OSError) and folder is None and not _is_cached(section):
             raise InputError(
                 f"{key}: {section.name} is neither on this machine nor reachable on the hub",
-                hint="check the spelling, or run `ftcli fetch RECIPE` on a machine with a network",
+                hint="check the spelling; a relative path starts at the current folder; for a model on the hub run "
+                "`ftcli fetch RECIPE` on a machine with a network",
             ) from error
         reason = re.split(" If you were trying| from one of:", str(error).strip().splitlines()[0])[0]
         raise InputError(

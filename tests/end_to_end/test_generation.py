@@ -264,6 +264,7 @@ def test_chat_from_a_pipe_prints_only_answers(ftcli: RunCli, inputs: Path) -> No
         "system turn set",
         "did you mean '/save'",
         "the file name must end in .jsonl",
+        "appended to talk.jsonl: 2 turns; an answer was stopped, and a model would learn to end there: edit it",
     ):
         assert message in err
     (saved,) = rows((inputs / "talk.jsonl").read_text())

@@ -19,9 +19,10 @@ from ftcli.data.chat.message_checks import checked_messages, turn_weights
 from ftcli.data.chat.omissions import require_all_messages
 from ftcli.data.chat.rendering import Messages, Refusals, Template
 from ftcli.data.chat.template_tracing import Span
+from ftcli.data.chat.template_variables import require_jinja
 from ftcli.data.chat.training_templates import read_template
 from ftcli.data.chat.turn_spans import REASONING, UntrainableTurn, find_turns, marked_turns
-from ftcli.runtime.errors import InputError, RowError
+from ftcli.runtime.errors import RowError
 
 TrainOn = Literal["assistant", "last", "all"]
 Encoded = tuple[list[int], list[bool]]  # (token ids, whether each token is trained)
@@ -166,14 +167,12 @@ def load_template(tokenizer: Any, path: str) -> None:
     Raises:
         InputError: There is no such template, or the file is not Jinja.
     """
-    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2 import TemplateError
 
-    key, text = "task_options.chat_template", read_template(path)
-    tokenizer.chat_template = text
+    tokenizer.chat_template = read_template(path)
+    require_jinja(tokenizer.chat_template, path)
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    except TemplateSyntaxError as error:
-        raise InputError(f"{key} is not a Jinja template: {error.message}", where=f"{path}:{error.lineno}") from None
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
         return  # the template rejects this probe conversation, but may accept the conversations of the rows
 

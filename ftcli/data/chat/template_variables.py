@@ -174,6 +174,17 @@ def check_recipe(recipe: Recipe, key: str = KEY) -> None:
         check_variables(variables, texts, key)
 
 
+def require_jinja(text: str, path: str) -> None:
+    """Raise `InputError` with file and line if the template of `task_options.chat_template` is not Jinja."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        _environment().parse(text)
+    except TemplateSyntaxError as error:
+        problem = f"task_options.chat_template is not a Jinja template: {error.message}"
+        raise InputError(problem, where=f"{path}:{error.lineno}") from None
+
+
 def templates_of(recipe: Recipe) -> tuple[str, ...] | None:
     """Return the chat templates that render the rows of a recipe.
 
@@ -184,14 +195,16 @@ def templates_of(recipe: Recipe) -> tuple[str, ...] | None:
         Texts of the templates; None if the model is not on this machine.
 
     Raises:
-        InputError: `task_options.chat_template` cannot be read.
+        InputError: `task_options.chat_template` cannot be read, or is not Jinja.
     """
     from ftcli.data.chat.training_templates import read_template
     from ftcli.data.paths import model_folder
 
     option = recipe.task_options.get("chat_template")
     if isinstance(option, str):
-        return (read_template(option),)
+        text = read_template(option)
+        require_jinja(text, option)
+        return (text,)
     folder = model_folder(recipe.model.name)
     if folder is None or not (folder / "tokenizer_config.json").is_file():
         return None

@@ -197,8 +197,12 @@ def find_label(name: str, labels: Sequence[str], *, listed: bool) -> int | None:
 
 def _single_label(value: Any, number: int, path: str) -> Any:
     """Return a label; raises `InputError` for a list or mapping."""
-    if isinstance(value, list | dict):
-        raise InputError(f"row {number} of {path} has several labels", hint=ONE_LABEL_HINT)
+    row = f"row {number} of {path}"
+    if isinstance(value, dict):
+        raise InputError(f"{row} has a mapping as label", hint="give each row one text or one number")
+    if isinstance(value, list):
+        what = "several labels" if len(value) > 1 else "a list of one label" if value else "an empty list of labels"
+        raise InputError(f"{row} has {what}", hint=ONE_LABEL_HINT)
     return value
 
 

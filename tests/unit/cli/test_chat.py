@@ -250,3 +250,20 @@ def test_load_writer_uses_template_variables_of_the_recipe_unless_given(model: P
     (tooled,) = read_prompts(tmp_path / "p.jsonl", key="--file")
     with pytest.raises(InputError, match="does not support tools"):
         rendered(run, tooled)
+
+
+@pytest.mark.parametrize(("ended", "note"), [(True, ""), (False, "; an answer was stopped")])
+def test_save_notes_an_answer_that_was_stopped_and_refuses_an_empty_one(
+    ended: bool, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    talk = Conversation()
+    talk.add("hi", "hello", ended=True)
+    talk.add("and", "", ended=ended)
+    with pytest.raises(InputError, match="an answer is empty"):
+        talk.save("t.jsonl")
+    talk.command("/undo")
+    talk.add("and", "more", ended=ended)
+    assert talk.save("t.jsonl").startswith(f"appended to t.jsonl: 4 turns{note}")
+    talk.command("/undo")
+    assert talk.save("t.jsonl") == "appended to t.jsonl: 2 turns"

@@ -154,8 +154,8 @@ def test_missing_and_unreadable_files_are_input_errors(tmp_path: Path) -> None:
         read_document(tmp_path / "gone.yaml")
     with pytest.raises(InputError, match="cannot be read: is a directory"):
         read_document(tmp_path)
-    (tmp_path / "latin.yaml").write_bytes(b"a: \xe4\n")
-    with pytest.raises(InputError, match=r"latin\.yaml: is not UTF-8 text: byte 3 cannot be read"):
+    (tmp_path / "latin.yaml").write_bytes(b"b: 1\na: \xe4\n")
+    with pytest.raises(InputError, match=r"latin\.yaml:2: is not UTF-8 text: byte 8 cannot be read"):
         read_document(tmp_path / "latin.yaml")
     (tmp_path / "zero.yaml").write_bytes(b"a: \x00\n")
     with pytest.raises(InputError, match=r"zero\.yaml: not valid YAML: special characters are not allowed"):

@@ -182,6 +182,9 @@ def test_hint_with_a_recipe_names_a_training_template(
         check.check(recipe_file)
     with pytest.raises(InputError, match=r"chat_template: cannot read .*glm4_mo.*\n.*did you mean 'glm4_moe'"):
         build_task(recipe_of(model, chat_template="glm4_mo"))
+    Path("glm4_mo").write_text("{% for message in messages %}\n{{ message.content }")
+    with pytest.raises(InputError, match=r"glm4_mo:2: task_options\.chat_template is not a Jinja template"):
+        check.check(recipe_file)
 
 
 # --- generation stops at what was trained

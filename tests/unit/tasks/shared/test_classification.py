@@ -231,6 +231,10 @@ def test_find_labels_with_some_numbers_among_names_succeeds(prepared: Any) -> No
 def test_find_labels_of_several_or_mixed_labels_is_refused(prepared: Any) -> None:
     with pytest.raises(InputError, match=r"row 1 of t\.jsonl has several labels"):
         prepared(jsonl("t.jsonl", [["a", "b"], ["a"]]))
+    with pytest.raises(InputError, match=r"row 2 of e\.jsonl has an empty list of labels"):
+        prepared(jsonl("e.jsonl", ["a", []]))
+    with pytest.raises(InputError, match=r"row 1 of d\.jsonl has a mapping as label"):
+        prepared(jsonl("d.jsonl", [{"x": 1}, {"x": 2}]))
     rows = prepared(jsonl("m.jsonl", [1, "x", 2.0, True]))
     assert names_of(rows) == ["1", "x", "2", "True"]
 

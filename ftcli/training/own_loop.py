@@ -7,6 +7,7 @@ environment.json, metrics.jsonl and status.json. Nothing is printed. Without `ou
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -101,6 +102,9 @@ class OwnLoop:
     def __init__(self, run: Run) -> None:
         from ftcli.training.reporter import Reporter
 
+        # The run has this object. With a reference back, Python would free a run that is no longer used only when its
+        # garbage collector runs, and settings of torch would be restored at any moment, also while torch compiles.
+        run = weakref.proxy(run)
         self.run, self.reporter, self._has_begun = run, Reporter(run, quiet=True), False
         self._end_status: tuple[str, int, str] | None = None  # state, exit code and error after the loop has ended
         self._failure: RunError | None = None

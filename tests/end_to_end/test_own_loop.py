@@ -18,7 +18,7 @@ from ftcli.checkpoint.folder import read_state
 from ftcli.config.load import dump_recipe, load_recipe
 from ftcli.config.plan import describe_dropped_rows
 from ftcli.config.recipe import Recipe
-from ftcli.runtime import load_monitor
+from ftcli.runtime import load_monitor, process_settings
 from ftcli.runtime.errors import InputError, RunError
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import run_on_cpu
@@ -230,6 +230,19 @@ def test_steps_with_an_error_writes_status_failed(inputs: Path, tmp_path: Path) 
         next(loop)
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["step"], status["exit_code"]) == ("failed", 1, 2)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_run_that_is_no_longer_used_is_freed_at_once_and_restores_settings(
+    is_left: bool, inputs: Path, tmp_path: Path
+) -> None:
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
+    rows_of(ftcli.steps(run), until=2 if is_left else STEPS)
+    save_checkpoint(run, run.position)
+    restored: list[bool] = []
+    process_settings.on_restore(lambda: restored.append(True))
+    del run  # before the garbage collector runs
+    assert restored == [True]
 
 
 KEPT = """

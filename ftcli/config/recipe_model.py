@@ -29,6 +29,7 @@ class Quantization(Section):
 
 
 NO_MODEL = "none"  # model.name of a recipe whose custom task builds the model
+DROPOUT = "Above 0 a run is reproducible only on the same profile, number of processes and micro size."
 
 
 class Model(Section):
@@ -54,8 +55,7 @@ class Model(Section):
         None,
         ge=0,
         lt=1,
-        description="Sets every dropout probability of the model's configuration; absent: the model's own. "
-        "Above 0 a run is reproducible only on the same profile, number of processes and micro size.",
+        description=f"Sets every dropout probability of the model's configuration; absent: the model's own. {DROPOUT}",
     )
     batch_norm: Literal["frozen", "train", "sync"] = Field(
         "frozen",
@@ -146,8 +146,7 @@ class Adapter(Section):
         0.0,
         ge=0,
         lt=1,
-        description="Dropout on the adapter's input, a "
-        "probability. Above 0 a run is reproducible only on the same profile, number of processes and micro size.",
+        description=f"Dropout on the adapter's input, a probability. {DROPOUT}",
     )
     target_modules: str | list[str] = Field(
         "all-linear",

@@ -28,6 +28,7 @@ from ftcli.config.row_formats import (
     columns_of_kinds,
 )
 from ftcli.config.task_registry import tasks_where
+from ftcli.data.chat.message_checks import join_parts
 from ftcli.data.chat.messages import messages_of, parse_json, without_nulls
 from ftcli.data.chat.weights import row_weight
 from ftcli.runtime.errors import InputError, RowError
@@ -210,9 +211,14 @@ def conversation(turns: Any, row: Row) -> dict[str, Any]:
     if system and isinstance(messages, list):
         if not _begins_with_system(messages):
             messages = [{"role": "system", "content": system}, *messages]
-        elif messages[0].get("content") != system:
+        elif _text_of(messages[0].get("content")) != system:
             raise RowError("has a column `system` and another text in a system message; remove one of them")
     return {"messages": messages, "tools": None, **conversation_options(row)}
+
+
+def _text_of(content: Any) -> Any:
+    """Return the text of the content of a first message, which may have parts."""
+    return join_parts(content, 1) if isinstance(content, list) else content
 
 
 def _begins_with_system(messages: list[Any]) -> bool:

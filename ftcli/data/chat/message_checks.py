@@ -41,7 +41,7 @@ def checked_messages(messages: Any) -> tuple[Messages, list[bool | None]]:
         if train_flag is not None and not isinstance(train_flag, bool):
             raise RowError(f"message {number} has train: {train_flag!r}; it is true or false")
         if isinstance(turn.get("content"), list) and turn["content"]:
-            turn["content"] = _join_parts(turn["content"], number)
+            turn["content"] = join_parts(turn["content"], number)
         calls = turn.get("role") == "assistant" and turn.get("tool_calls")
         if not isinstance(turn.get("content"), str) and not (calls and "content" not in turn):
             raise RowError(f"message {number} has no text `content`")
@@ -64,7 +64,7 @@ def _is_plain(message: Any) -> bool:
     )
 
 
-def _join_parts(parts: list[Any], number: int) -> str:
+def join_parts(parts: list[Any], number: int) -> str:
     """Return the text of content in parts ([{"type": "text", "text": ...}])."""
     texts = []
     for part in parts:

@@ -75,6 +75,10 @@ def messages_of(row: dict[str, Any]) -> Any:
         ({"messages": [USER, ANSWER], "system": "be kind"}, [{"role": "system", "content": "be kind"}, USER, ANSWER]),
         ({"messages": [SYSTEM, USER, ANSWER], "system": SYSTEM["content"]}, [SYSTEM, USER, ANSWER]),
         (
+            {"messages": [SYSTEM | {"content": [{"type": "text", "text": "be kind"}]}, USER], "system": "be kind"},
+            [SYSTEM, USER],
+        ),
+        (
             {"instruction": "hi", "input": "", "output": "hello", "history": [["a", "b"]]},
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, USER, ANSWER],
         ),

@@ -170,17 +170,27 @@ class _NormaliseOfAll(torch.autograd.Function):
         """Return the gradients of inputs, weight and bias; those of weight and bias are sums over this process."""
         inputs, weight, mean, variance, count = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight
-        # The gradient with constant statistics, and the two sums of this process.
+        inverse = (variance + ctx.eps).rsqrt()
+        # The gradient with constant statistics, and the two sums of this process. Most kernels read the mean and the
+        # variance; that of CUDA for channels-last inputs reads the mean and the reciprocal of the deviation.
         grad_inputs, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            _in_format_of(inputs, grad), inputs, scale, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            _in_format_of(inputs, grad),
+            inputs,
+            scale,
+            mean,
+            variance,
+            mean,
+            inverse,
+            False,
+            ctx.eps,
+            [True, True, True],
         )
         if ctx.needs_input_grad[0]:
             sums = torch.cat([grad_weight, grad_bias])
             dist.all_reduce(sums)
             of_product, of_grad = sums.split(len(mean))
-            deviation = (variance + ctx.eps).rsqrt()
-            slope = _wide(scale * deviation.square() * of_product / count, inputs)
-            offset = _wide(scale * deviation * of_grad / count, inputs)
+            slope = _wide(scale * inverse.square() * of_product / count, inputs)
+            offset = _wide(scale * inverse * of_grad / count, inputs)
             grad_inputs = (grad_inputs - (inputs - _wide(mean, inputs)) * slope - offset).to(inputs.dtype)
         return grad_inputs, None if weight is None else grad_weight, None if weight is None else grad_bias, None
 

@@ -11,15 +11,16 @@ import torch
 
 from ftcli.testing import run_on_processes
 
-from ..support.cells import CELLS, train_cells_on_gpus
+from ..support.cells import CELLS, FURTHER_CELLS, train_cells_on_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+NAMES = [*CELLS, *FURTHER_CELLS]
 LOSS = {"fp32": 1e-4, "bf16": 1e-2}
 
 
 def train_in_both(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what each cell gave in each precision: a start of ranks takes longer than a cell."""
-    return {precision: train_cells_on_gpus(folder, list(CELLS), {"precision": precision}) for precision in LOSS}
+    return {precision: train_cells_on_gpus(folder, NAMES, {"precision": precision}) for precision in LOSS}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_train_on_two_gpus_gives_the_curve_of_one(
     profile: str, inputs: Path, single: dict[str, dict[str, Any]]
 ) -> None:
     both = run_on_processes(train_in_both, inputs, processes=2, profile=profile)[0]
-    for precision, name in product(LOSS, CELLS):
+    for precision, name in product(LOSS, NAMES):
         expected, actual = single[precision][name], both[precision][name]
         assert set(actual["fused"]) == {profile != "fsdp_offload"}, (name, precision)
         for a, b in zip(expected["rows"], actual["rows"], strict=True):

@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "far from zero": {"shape": (6, 5, 3, 4), "offset": 100.0},
     "other numbers of rows": {"shape": (6, 5, 3, 4), "first": 5},
     "bfloat16": {"shape": (6, 5, 3, 4), "dtype": "bfloat16"},
+    "channels last": {"shape": (6, 5, 3, 4), "last": True},
 }
 KINDS = {2: "BatchNorm1d", 3: "BatchNorm1d", 4: "BatchNorm2d"}
 
@@ -39,6 +40,7 @@ def normalise(name: str, mode: str) -> dict[str, Any]:
     settings = dict(SETTINGS[name])
     shape, offset, first = settings.pop("shape"), settings.pop("offset", 0.0), settings.pop("first", 3)
     dtype = getattr(torch, settings.pop("dtype", "float32"))
+    layout = torch.channels_last if settings.pop("last", False) else torch.contiguous_format
     draw = torch.Generator().manual_seed(0)
     norm: Any = getattr(torch.nn, KINDS[len(shape)])(shape[1], **settings)
     if norm.affine:
@@ -48,7 +50,7 @@ def normalise(name: str, mode: str) -> dict[str, Any]:
     outputs, gradients = [], []
     for _ in range(2):
         rows, factors = torch.randn(2, *shape, generator=draw)
-        inputs = (rows * 3 + offset)[mine[current_rank()]].to(dtype).requires_grad_()
+        inputs = (rows * 3 + offset)[mine[current_rank()]].to(dtype).contiguous(memory_format=layout).requires_grad_()
         with torch.no_grad():
             norm(inputs)  # as the first pass of a loss does: no update
         output = norm(inputs)

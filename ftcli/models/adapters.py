@@ -60,8 +60,8 @@ def add_adapter(
     """Add the recipe's adapter to a model. Only the adapter, new heads and rows of new tokens are trained.
 
     New heads and the recipe's `modules_to_save` are trained and saved whole. Of the embeddings, only the rows of new
-    tokens are trained and saved. Trained weights get the recipe's dtype. New adapter weights depend on the seed and
-    their names only, so they are equal on every process.
+    tokens are trained and saved. Trained weights, and the buffers of what is saved whole, get the recipe's dtype. New
+    adapter weights depend on the seed and their names only, so they are equal on every process.
 
     Args:
         model: The model, not prepared.
@@ -123,6 +123,10 @@ def add_adapter(
             parameter.data = parameter.data.to(dtype)
         if ".lora_A." in name or ".lora_embedding_B." in name:  # the other matrix is zero at first
             _initialise_matrix(name, parameter, recipe.seed)
+    for module in [module for name, module in wrapped.named_modules() if ".modules_to_save." in name]:
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():  # batch norm takes weights and statistics of one dtype only
+                setattr(module, key, buffer.to(dtype))
     folder = weights or (Path(section.path) if section.path else None)
     config_of_base: Any = getattr(model, "config", None)
     if folder is not None and has_label_names(config_of_base):

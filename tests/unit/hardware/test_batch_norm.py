@@ -74,6 +74,21 @@ def test_set_batch_norm_of_a_norm_that_no_adapter_saves_is_refused(tmp_path: Pat
         set_batch_norm(some, "train")
 
 
+@pytest.mark.parametrize("mode", ["frozen", "train"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_norm_that_an_adapter_saves_trains_in_16_bits(mode: str, precision: str, tmp_path: Path) -> None:
+    adapter = {"type": "lora", "r": 2, "target_modules": ["convolution"], "modules_to_save": ["normalization"]}
+    recipe = resnet(tmp_path, adapter=adapter, precision=precision)
+    run = ftcli.prepare(recipe.model_copy(update={"model": recipe.model.model_copy(update={"batch_norm": mode})}))
+    norms = [module for module in run.model.modules() if isinstance(module, nn.BatchNorm2d)]
+    trained = [norm for norm in norms if norm.weight.requires_grad]
+    before = [norm.running_mean.clone() for norm in trained]
+    next(iter(ftcli.steps(run)))
+    assert {norm.running_mean.dtype for norm in trained} == {torch.float32} and len(trained) == len(norms) / 2
+    changed = [not torch.equal(norm.running_mean, old) for norm, old in zip(trained, before, strict=True)]
+    assert changed == [mode == "train"] * len(trained)
+
+
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
 

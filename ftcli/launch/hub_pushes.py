@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 KEY = "hub.push"
 POLL_SECONDS = 1.0  # time between two looks at the folder of the checkpoints
+# Of one wait of the main thread. Python handles a signal that the system gives to another thread, or that arrives just
+# before a wait begins, only when that wait ends.
+WAIT_SECONDS = 0.5
 LAST_UPLOAD_SECONDS = 300.0  # for the last checkpoint of a stopped run; a signal ends it before
 INTERRUPTED = "interrupted by a signal"
 NICENESS = 10  # of an upload during training, which needs the cores of the machine
@@ -131,7 +135,9 @@ class _Uploads:
         with self._lock:
             if self._source not in checkpoints_of(self._folder.path)[-1:]:
                 self._kill(None)
-        self._thread_has_ended.wait(seconds)
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends and not self._thread_has_ended.wait(min(seconds, WAIT_SECONDS)):
+            pass
         self.end(f"not finished {seconds:g} seconds after the run was stopped")
 
     def end(self, reason: str | None) -> None:
@@ -159,7 +165,7 @@ class _Uploads:
                     return
                 with process:
                     try:
-                        output, errors = process.communicate()
+                        output, errors = _output_of(process)
                     except KeyboardInterrupt:  # a signal after the run
                         with self._lock:
                             self._kill(INTERRUPTED)
@@ -230,6 +236,13 @@ def _stamps(run: Path) -> list[tuple[Path, int]]:
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile (checkpoint.keep)
             found.append((path, (path / COMPLETE).stat().st_mtime_ns))
     return found
+
+
+def _output_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Wait for a process, and return what it has written to its two streams."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=WAIT_SECONDS)
 
 
 def _reason(errors: str, code: int) -> str:

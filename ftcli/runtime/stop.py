@@ -101,9 +101,11 @@ class StopRequest:
 
     @contextmanager
     def raise_on_signal(self) -> Iterator[None]:
-        """Raise `Stopped` on a signal inside the block, because there is nothing to save yet."""
+        """Raise `Stopped` on a signal inside the block or before it, because there is nothing to save yet."""
         self._raises_on_signal = True
         try:
+            if self._first:
+                raise Stopped(self._first)
             yield
         finally:
             self._raises_on_signal = False

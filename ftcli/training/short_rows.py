@@ -52,9 +52,9 @@ def packing_note(
     gain = _time_of(passes, rule, **pass_costs(device, shape))
     if gain < WORTH_NAMING:
         return []
-    several = length / tokens
+    several, times = length / tokens, f"{gain:.1f}" if gain < 10 else f"{gain:.0f}"
     return [
-        f"rows fill {100 * fill:.0f} % of data.max_length {length}: data.packing true would train about {gain:.1f} "
+        f"rows fill {100 * fill:.0f} % of data.max_length {length}: data.packing true would train about {times} "
         f"times as many tokens per second. A row is then about {several:.0f} of today's, none of which sees another, "
         f"so the {pluralise(rows, 'row')} of a step become {max(1, round(rows / several))} for the same curve"
     ]

@@ -213,6 +213,13 @@ def test_stop_request_with_nothing_to_save_stops_at_once(tmp_path: Path) -> None
     assert stop.reason == "SIGUSR1"
 
 
+def test_stop_request_with_a_signal_before_the_block_that_may_be_interrupted_stops_there(tmp_path: Path) -> None:
+    with StopRequest.listening(tmp_path) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped), stop.raise_on_signal():
+            pytest.fail("the block was entered")
+
+
 @pytest.mark.parametrize("launched", [False, True])
 def test_stop_request_with_a_child_forked_meanwhile_dies_of_a_signal_as_any_process(launched: bool) -> None:
     script = (

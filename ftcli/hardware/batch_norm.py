@@ -171,28 +171,22 @@ class _NormaliseOfAll(torch.autograd.Function):
         inputs, weight, mean, variance, count = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight
         inverse = (variance + ctx.eps).rsqrt()
-        # The gradient with constant statistics, and the two sums of this process. Most kernels read the mean and the
-        # variance; that of CUDA for channels-last inputs reads the mean and the reciprocal of the deviation.
-        grad_inputs, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            _in_format_of(inputs, grad),
-            inputs,
-            scale,
-            mean,
-            variance,
-            mean,
-            inverse,
-            False,
-            ctx.eps,
-            [True, True, True],
+        grad = _in_format_of(inputs, grad)
+        # The two sums of this process. A kernel reads the mean with the variance or with the inverse of the deviation.
+        _, of_product, of_grad = torch.ops.aten.native_batch_norm_backward(
+            grad, inputs, scale, mean, variance, mean, inverse, False, ctx.eps, [False, True, True]
         )
-        if ctx.needs_input_grad[0]:
-            sums = torch.cat([grad_weight, grad_bias])
-            dist.all_reduce(sums)
-            of_product, of_grad = sums.split(len(mean))
-            slope = _wide(scale * inverse.square() * of_product / count, inputs)
-            offset = _wide(scale * inverse * of_grad / count, inputs)
-            grad_inputs = (grad_inputs - (inputs - _wide(mean, inputs)) * slope - offset).to(inputs.dtype)
-        return grad_inputs, None if weight is None else grad_weight, None if weight is None else grad_bias, None
+        grad_weight, grad_bias = (None, None) if weight is None else (of_product, of_grad)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, grad_bias, None
+        sums = torch.cat([of_product, of_grad])
+        dist.all_reduce(sums)
+        of_product, of_grad = sums.split(len(mean))
+        # In float32, and rounded once to the dtype of the inputs, as the kernels for one process do.
+        factor, slope = scale * inverse, scale * inverse.square() * of_product / count
+        grad_inputs = (grad * _wide(factor, inputs)).sub_((inputs - _wide(mean, inputs)).mul_(_wide(slope, inputs)))
+        grad_inputs.sub_(_wide(factor * of_grad / count, inputs))
+        return grad_inputs.to(inputs.dtype), grad_weight, grad_bias, None
 
 
 def _in_format_of(inputs: Tensor, grad: Tensor) -> Tensor:

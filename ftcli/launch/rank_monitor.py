@@ -19,14 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.runtime.errors import EXIT_INPUT
 from ftcli.runtime.failures import failure_records
-from ftcli.runtime.run_folder import HEARTBEATS, RunFolder, has_checkpoints
+from ftcli.runtime.run_folder import FLIGHT_RECORDER, HEARTBEATS, RunFolder, has_checkpoints
 from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import psutil
 
 
 STARTING_SECONDS = 5.0  # all ranks of a machine are started within this time
+
+
+TIMED_OUT = (
+    "ended because a collective timed out: another rank did not take part in it, or the network failed; see the output "
+    "above"
+)
 
 
 class RankMonitor:
@@ -88,6 +96,8 @@ class RankMonitor:
                 f"{names} failed and could not record the reason, because no file can be written to "
                 f"{self._folder.path}; see their output above. {advice}"
             )
+        if flight_records(self._folder):
+            return f"{names} {TIMED_OUT}"
         return (
             f"{names} died without recording an error, as when the system kills a process for lack of host memory; "
             "see the output above, if there is any"
@@ -168,6 +178,11 @@ class _Ranks:
             if not self._expected:
                 self._first_seen_at = time.monotonic()
             self._expected |= set(range(rank - local, rank - local + int(own.get("LOCAL_WORLD_SIZE", "0"))))
+
+
+def flight_records(folder: RunFolder) -> list[Path]:
+    """Return the files of NCCL's flight recorder, one for each rank. They are written when a collective times out."""
+    return sorted(folder.path.glob(f"{FLIGHT_RECORDER}*"))
 
 
 def _heartbeat(rank: int) -> str:

@@ -15,12 +15,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ftcli.launch.output_relay import OutputRelay
-from ftcli.launch.rank_monitor import RankMonitor
+from ftcli.launch.rank_monitor import TIMED_OUT, RankMonitor, flight_records
 from ftcli.runtime.errors import EXIT_FAILED, EXIT_INPUT, EXIT_SIGNAL, RunFolderGoneError
 from ftcli.runtime.folder_lock import is_gone
 from ftcli.runtime.log import log_line
@@ -120,7 +119,7 @@ def supervise(
     if is_gone(folder.path):
         raise _failure(str(RunFolderGoneError(folder.path)))
     records = monitor.records() if records_before_end is None else records_before_end
-    if dumps := _flight_records(folder):
+    if dumps := flight_records(folder):
         log_line(
             f"a collective timed out; {len(dumps)} ranks wrote their last collectives to "
             f"{dumps[0].parent}/{FLIGHT_RECORDER}*; compare them with: "
@@ -278,13 +277,8 @@ def end_processes(token: str) -> None:
 def _remove_leftovers(folder: RunFolder) -> None:
     """Remove files of an earlier launch into this folder that would stop or fail this one."""
     beats = (folder.path / HEARTBEATS).glob("rank-*.json")
-    for stale in (folder.stop_file, *folder.errors.glob("rank-*.json"), *beats, *_flight_records(folder)):
+    for stale in (folder.stop_file, *folder.errors.glob("rank-*.json"), *beats, *flight_records(folder)):
         stale.unlink(missing_ok=True)
-
-
-def _flight_records(folder: RunFolder) -> list[Path]:
-    """Return the files of NCCL's flight recorder, one for each rank."""
-    return sorted(folder.path.glob(f"{FLIGHT_RECORDER}*"))
 
 
 def _file_stamp(folder: RunFolder, result: str | None) -> tuple[int, int] | None:
@@ -335,6 +329,8 @@ def _raise_for_failure(
         return
     if lost:
         raise _failure(lost)
+    if flight_records(folder):
+        raise _failure(f"the launched processes {TIMED_OUT}")
     raise _failure(
         f"the launched processes ended (code {code}) without a result and without recording an error; see their "
         "output above. The system ends a process like this, for instance for lack of host memory.",

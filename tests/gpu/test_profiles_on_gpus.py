@@ -42,7 +42,8 @@ def test_train_on_two_gpus_gives_the_curve_of_one(
                 departures.append(f"{name}, {precision}, step {step}: loss {b['loss']} instead of {a['loss']}")
             if (b["items"], b["samples"]) != (a["items"], a["samples"]):
                 departures.append(f"{name}, {precision}, step {step}: other rows")
-        if set(actual["fused"]) != {profile != "fsdp_offload"}:
+        is_adamw = not name.startswith("resnet")
+        if is_adamw and set(actual["fused"]) != {profile != "fsdp_offload"}:
             departures.append(f"{name}, {precision}: optimizer with fused={actual['fused']}")
         if actual["before"] != expected["before"]:
             departures.append(f"{name}, {precision}: other weights before the first step")

@@ -273,7 +273,7 @@ def test_supervise_with_a_deleted_run_folder_ends_all_ranks_and_does_not_recreat
 def test_supervise_with_a_collective_that_timed_out_comes_with_the_flight_recorder_s_files(
     tmp_path: Path, launch_command: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(LaunchError):
+    with pytest.raises(LaunchError, match="ended because a collective timed out: another rank did not take part"):
         supervise(launch_command("times_out"), folder=RunFolder(tmp_path / "run"))
     assert (
         f"2 ranks wrote their last collectives to {tmp_path}/run/flight-recorder-rank-*; compare them"

@@ -97,15 +97,16 @@ def export(
         raise InputError(f"cannot create {target}: {error.strerror}", hint="export into another folder") from error
     try:
         expected = _write_checkpoint(job, temporary) if job.checkpoint else _write_final(job, temporary)
-        distance = (
+        distance, rounding = (
             reload_in_fresh_process(temporary, expected)
             if job.auto_class
-            else rebuild_by_task(job, temporary, expected)
+            else (rebuild_by_task(job, temporary, expected), 0.0)
         )
-        if not distance <= job.tolerance:
+        tolerance = job.tolerance_with(rounding)
+        if not distance <= tolerance:
             raise ExportError(
                 f"the logits of the reloaded model differ from those of the trained model by {distance:.2g}, "
-                f"more than {job.tolerance:g}; {job.final or job.checkpoint} or its base model was changed"
+                f"more than {tolerance:.2g}; {job.final or job.checkpoint} or its base model was changed"
             )
         sync_tree(temporary)
         temporary.rename(target)  # replaces an empty folder
@@ -212,15 +213,7 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
     check_base(RunFolder(job.final.parent), job.recipe)
     trusted = job.recipe.model.trust_remote_code
     names = label_settings(job.final).get("id2label")
-    expected = ExpectedModel(
-        job.auto_class,
-        job.dtype,
-        labels=job.head_width,
-        names=names,
-        probe=job.probe,
-        trusted=trusted,
-        source=job.final,
-    )
+    expected = ExpectedModel.of(job, labels=job.head_width, names=names)
     check_named_code(str(job.final), job.recipe.model.revision, trusted=trusted)
     check_links(job.final)
     ignored = shutil.ignore_patterns("model*.safetensors*", *["adapter_*", BASE_CONFIG, TRAINED_ON] * job.merge)
@@ -279,9 +272,8 @@ def _write_checkpoint(job: ExportJob, folder: Path) -> ExpectedModel:
     task = build_task(job.recipe)
     model = build_matching_model(job.recipe, task, state)
     labels = model.config.num_labels if "Classification" in job.auto_class else 0
-    trusted = job.recipe.model.trust_remote_code
     names = model.config.id2label if labels else None
-    expected = ExpectedModel(job.auto_class, job.dtype, labels=labels, names=names, probe=job.probe, trusted=trusted)
+    expected = ExpectedModel.of(job, labels=labels, names=names)
     properties = properties_of(task)
     card = model_card(job.recipe, state["metrics"], model, job.auto_class, properties.pipeline_tag, task=task)
     with CheckpointReader(job.checkpoint, list(state["files"])) as stored:

@@ -13,6 +13,11 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 3e-2, "bf16_pure": 3e-2, "fp8"
 # The same for weights that were rounded to a dtype in which the logits are computed.
 ROUNDING_TOLERANCES = {"float32": 0.0, "float16": 1e-2, "bfloat16": 5e-2}
 
+# Some models change more than that when they compute in 16 bits: as one with few logits, all near zero. The trained
+# model's logits have such a rounding. A merge rounds its weights in another way, so there may be two of them.
+ROUNDINGS = 2
+LARGEST_ROUNDING = 0.1  # another base model is farther away
+
 MERGED_TOLERANCE = 1e-3  # merging rounds W + BA to float32 once more
 
 
@@ -50,6 +55,22 @@ class ExportJob:
         """Largest relative distance from the logits of the trained model."""
         rounding = ROUNDING_TOLERANCES[self.dtype]
         return max(TOLERANCES[self.recipe.precision], rounding, MERGED_TOLERANCE if self.merge else 0.0)
+
+    def tolerance_with(self, rounding: float) -> float:
+        """Return the largest relative distance for a model that rounds more than others.
+
+        Args:
+            rounding: Relative distance between the logits of the reloaded model in float32 and in `compute`.
+        """
+        return max(self.tolerance, min(ROUNDINGS * rounding, LARGEST_ROUNDING))
+
+    @property
+    def compute(self) -> str | None:
+        """Name of the 16-bit dtype in which the run computed; None for float32."""
+        from ftcli.models.precision import COMPUTE
+
+        name = str(COMPUTE[self.recipe.precision]).removeprefix("torch.")
+        return None if name == "float32" else name
 
     @property
     def head_width(self) -> int:

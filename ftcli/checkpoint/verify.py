@@ -22,6 +22,8 @@ from ftcli.runtime.errors import ExportError, shortened
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ftcli.checkpoint.export_job import ExportJob
+
 
 RELOAD = """
 import hashlib, json, os, sys
@@ -74,18 +76,25 @@ wrong = [name for name, expected in digests.items() if name not in weights or di
 assert not wrong, f"these weights differ from the trained ones: {wrong[:3]}"
 untrained = sorted(parameters.keys() - digests.keys()) if request["whole"] else []
 assert not untrained, f"weights that were not trained: {untrained[:3]}"
-distance = 0.0
+distance = rounding = 0.0
 if request["probe"]:
     inputs = load_file(request["probe"])
     expected = inputs.pop("logits")
     inputs = {k: v.to(dtype) if v.is_floating_point() and request["cast"] else v for k, v in inputs.items()}
-    with torch.no_grad():
-        output = model.eval()(**inputs)
-    logits = getattr(output, "logits", None)
-    logits = (output.last_hidden_state if logits is None else logits).float()
-    real = inputs["attention_mask"].bool() if logits.ndim == 3 else slice(None)
-    distance = torch.linalg.vector_norm(logits[real] - expected[real]) / torch.linalg.vector_norm(expected[real])
-print(float(distance))
+    real = inputs["attention_mask"].bool() if expected.ndim == 3 else slice(None)
+    def logits_in(compute):
+        context = torch.autocast("cpu", getattr(torch, compute or "bfloat16"), enabled=compute is not None)
+        with torch.no_grad(), context:
+            output = model.eval()(**inputs)
+        logits = getattr(output, "logits", None)
+        return (output.last_hidden_state if logits is None else logits).float()[real]
+    def distance_of(logits):
+        return float(torch.linalg.vector_norm(logits) / torch.linalg.vector_norm(expected[real]))
+    logits = logits_in(None)
+    distance = distance_of(logits - expected[real])
+    if request["compute"] and not distance <= request["tolerance"]:
+        rounding = distance_of(logits_in(request["compute"]) - logits)
+print(distance, rounding)
 """
 
 
@@ -103,6 +112,8 @@ class ExpectedModel:
         whole: Whether `digests` has every weight of the model.
         trusted: Whether the user trusts the model's own code.
         source: The folder that was exported, for messages. The export itself is a temporary folder.
+        compute: Name of the 16-bit dtype in which the run computes; None if it computes in float32.
+        tolerance: Distance to the probe from which on the rounding in `compute` is measured.
         distance: Relative distance between its logits and those of the assembled model (proof.py); None without.
     """
 
@@ -115,7 +126,30 @@ class ExpectedModel:
     whole: bool = False
     trusted: bool = False
     source: Path | None = None
+    compute: str | None = None
+    tolerance: float = 0.0
     distance: float | None = None
+
+    @classmethod
+    def of(cls, job: ExportJob, *, labels: int, names: dict[int, str] | None) -> ExpectedModel:
+        """Return the properties that follow from an export, as yet without digests.
+
+        Args:
+            job: The export.
+            labels: Number of labels of a head; 0 for other models.
+            names: Names of the labels by index; None if they are not known.
+        """
+        return cls(
+            job.auto_class,
+            job.dtype,
+            labels=labels,
+            names=names,
+            probe=job.probe,
+            trusted=job.recipe.model.trust_remote_code,
+            source=job.final,
+            compute=job.compute,
+            tolerance=job.tolerance,
+        )
 
 
 def digest(value: Tensor) -> str:
@@ -125,7 +159,7 @@ def digest(value: Tensor) -> str:
     return hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def reload_in_fresh_process(folder: Path, expected: ExpectedModel) -> float:
+def reload_in_fresh_process(folder: Path, expected: ExpectedModel) -> tuple[float, float]:
     """Load an exported folder in a new process that does not import ftcli, and compare it with the trained model.
 
     Args:
@@ -133,7 +167,8 @@ def reload_in_fresh_process(folder: Path, expected: ExpectedModel) -> float:
         expected: The properties that the model must have.
 
     Returns:
-        The relative distance between its logits and the probe; 0 without a probe.
+        The relative distance between its logits in float32 and the probe, 0 without a probe; and the relative distance
+        between its logits in float32 and in `expected.compute`, 0 unless the first one is above `expected.tolerance`.
 
     Raises:
         ExportError: The folder does not load, or its weights differ.
@@ -150,6 +185,8 @@ def reload_in_fresh_process(folder: Path, expected: ExpectedModel) -> float:
         "digests": expected.digests,
         "whole": expected.whole,
         "trusted": expected.trusted,
+        "compute": expected.compute,
+        "tolerance": expected.tolerance,
         "cast": not (folder / "adapter_config.json").exists(),
     }
     command = [sys.executable, "-c", NO_CWD + RELOAD]
@@ -158,7 +195,8 @@ def reload_in_fresh_process(folder: Path, expected: ExpectedModel) -> float:
         if not expected.trusted and REFUSAL in result.stderr:
             raise consent_needed(_refused_model(folder, expected, result.stderr))
         raise ExportError(f"the export does not load in plain transformers: {_last_error(result.stderr)}")
-    return float(result.stdout.split()[-1])
+    distance, rounding = map(float, result.stdout.split()[-2:])
+    return distance, rounding
 
 
 def _last_error(text: str) -> str:

@@ -14,12 +14,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ftcli.checkpoint.export import _find_probe
+from ftcli.checkpoint.export_job import ExportJob
 from ftcli.checkpoint.final import PROBE
 from ftcli.checkpoint.verify import ExpectedModel, digest, reload_in_fresh_process
+from ftcli.config.recipe import Recipe
 from ftcli.models.adapter_folder import BASE_CONFIG, loading_instructions, write_adapter
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import save_tiny_causal
+
+from ...support.recipes import minimal_values
 
 
 @pytest.mark.slow
@@ -28,7 +32,7 @@ def test_verify_names_a_different_missing_new_or_non_finite_weight(tmp_path: Pat
     model = AutoModelForCausalLM.from_pretrained(folder)
     digests = {name: digest(p.detach()) for name, p in model.named_parameters()}
     expected = ExpectedModel("AutoModelForCausalLM", "float32", digests=digests, whole=True)
-    assert reload_in_fresh_process(folder, expected) == 0
+    assert reload_in_fresh_process(folder, expected) == (0, 0)
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(RuntimeError, match=f"these weights differ from the trained ones: .*{name}"):
         reload_in_fresh_process(folder, dataclasses.replace(expected, digests=digests | {name: "0"}))
@@ -92,7 +96,7 @@ def test_reload_of_an_adapter_of_a_classifier_with_code_of_its_own_has_its_label
     write_adapter(adapted, values, tmp_path / "copy", "SEQ_CLS")
     assert (tmp_path / "copy" / BASE_CONFIG / "config.json").exists()
     expected = ExpectedModel("AutoModelForSequenceClassification", "float32", labels=2, names=names, trusted=True)
-    assert reload_in_fresh_process(tmp_path / "copy", expected) == 0
+    assert reload_in_fresh_process(tmp_path / "copy", expected) == (0, 0)
     with pytest.raises(RuntimeError, match="wrong label names"):
         reload_in_fresh_process(tmp_path / "copy", dataclasses.replace(expected, names={0: "yes", 1: "no"}))
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "copy")
@@ -100,6 +104,33 @@ def test_reload_of_an_adapter_of_a_classifier_with_code_of_its_own_has_its_label
     scope: dict[str, Any] = {"folder": str(tmp_path / "copy")}
     exec(card.partition("```python\n")[2].partition("```")[0], scope)
     assert scope["model"].config.id2label == names and scope["classify"].model is scope["model"]
+
+
+@pytest.mark.slow
+def test_reload_of_a_model_that_was_trained_in_16_bits_measures_their_rounding_if_its_logits_are_far_away(
+    tmp_path: Path,
+) -> None:
+    folder, probe = save_tiny_causal(tmp_path / "tied"), tmp_path / PROBE
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    inputs = {"input_ids": torch.arange(12).view(2, 6), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        save_file(inputs | {"logits": model(**inputs).logits.float()}, probe)
+    expected = ExpectedModel("AutoModelForCausalLM", "float32", probe=probe, compute="bfloat16", tolerance=1e-6)
+    distance, rounding = reload_in_fresh_process(folder, expected)
+    assert 1e-4 < distance < 0.1 and rounding == pytest.approx(distance, rel=1e-3)
+    assert reload_in_fresh_process(folder, dataclasses.replace(expected, tolerance=0.1)) == (distance, 0)
+    assert reload_in_fresh_process(folder, dataclasses.replace(expected, compute=None)) == (distance, 0)
+
+
+def test_tolerance_of_an_export_grows_with_the_rounding_of_its_model_up_to_a_limit(tmp_path: Path) -> None:
+    def job(precision: str) -> ExportJob:
+        recipe = Recipe.model_validate(
+            minimal_values(model={"name": "m"}, data={"train": "t.jsonl"}, precision=precision)
+        )
+        return ExportJob(recipe, "AutoModelForCausalLM", tmp_path, None, None, "float32", merge=False, most=1)
+
+    assert [job("bf16").tolerance_with(rounding) for rounding in (0.0, 0.01, 0.034, 0.9)] == [0.03, 0.03, 0.068, 0.1]
+    assert [job(precision).compute for precision in ("fp32", "fp16", "fp8")] == [None, "float16", "bfloat16"]
 
 
 def test_find_probe_of_a_damaged_file_is_logged_and_not_used(

@@ -241,14 +241,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 # name -> sections with other keys. Without accumulation, sync has the same rows in a forward pass everywhere. Its steps
 # are smaller, because the statistics of few rows make the rounding of bf16 several times larger with each large step.
 SGD = {"name": "sgd", "nesterov": True, "learning_rate": 0.05}
-SLOW = SGD | {"learning_rate": 0.01}
+SLOW = SGD | {"learning_rate": 0.02}
 SECTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "resnet": {"optimizer": SGD},
-    "resnet-sync": {
-        "optimizer": SGD | {"learning_rate": 0.01},
-        "model": {"batch_norm": "sync"},
-        "batch": {"micro_size": 12},
-    },
+    "resnet-sync": {"optimizer": SLOW, "model": {"batch_norm": "sync"}, "batch": {"micro_size": 12}},
     "resnet-train": {"optimizer": SGD, "model": {"batch_norm": "train"}},
     "resnet-lora": {"optimizer": SGD, "model": {"batch_norm": "train"}},
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ from ftcli.runtime.errors import ExportError, InputError, Problem, nearest
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import missing_folder, user_path
 from ftcli.runtime.run_folder import RunFolder
+from ftcli.runtime.stop import exit_on_sigterm
 from ftcli.tasks.protocol import properties_of
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ def export(
         temporary.mkdir()  # fails if a folder of this name exists
     except OSError as error:
         raise InputError(f"cannot create {target}: {error.strerror}", hint="export into another folder") from error
-    try:
+    with exit_on_sigterm(), ExitStack() as at_end:
+        at_end.callback(shutil.rmtree, temporary, ignore_errors=True)
         expected = _write_checkpoint(job, temporary) if job.checkpoint else _write_final(job, temporary)
         distance, rounding = (
             reload_in_fresh_process(temporary, expected)
@@ -111,8 +114,6 @@ def export(
         sync_tree(temporary)
         temporary.rename(target)  # replaces an empty folder
         sync(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     checked = "all weights are equal to the trained ones"
     if job.probe is not None:
         checked = f"its logits are within {distance:.1e} of the trained model's"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -326,6 +328,17 @@ def test_export_of_changed_final_weights_is_refused_without_a_stack_trace(
     code, output = ftcli("export", run, tmp_path / "e")
     assert code == 1 and "Traceback" not in output and f"{run / 'final'} or its base model was changed" in output
     assert [item.name for item in tmp_path.iterdir()] == ["run"]
+
+
+def test_export_that_sigterm_ends_leaves_nothing(runs: Callable[[str], Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ftcli", "export", str(runs("sft-tied")), str(tmp_path / "e")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not list(tmp_path.glob("e.tmp-*/*")):
+            time.sleep(0.01)
+        process.terminate()
+        _, errors = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in errors, errors
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ftcli.testing import save_tiny_resnet
 from ftcli.tiny_models import build_tiny
 from ftcli.training.resume import recipe_changes
 
+from ...support.batch_norms import SHAPES, assert_as_exact_as_one_process
 from ...support.cells import cell
 
 
@@ -120,6 +121,14 @@ def test_batch_norm_of_all_processes_keeps_the_format_of_its_inputs(
     for value, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-5)
     assert [value.is_contiguous(memory_format=of_inputs) for value in (output, actual[0], *seen)] == [True] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_batch_norm_of_all_processes_are_as_exact_as_those_of_one(
+    shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_as_exact_as_one_process(monkeypatch, SHAPES[shape], device="cpu", dtype=dtype)
 
 
 @pytest.mark.parametrize("mode", ["train", "sync"])

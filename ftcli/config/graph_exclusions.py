@@ -29,8 +29,12 @@ def expects_graphs(recipe: Recipe, model_type: str | None) -> bool:
     requested = recipe.model.cuda_graphs
     if requested is False or graph_exclusion(recipe) is not None:
         return False
-    # A task of the user may do more with a forward pass than a graph allows, such as use its hooks.
-    has_fixed_forward = getattr(task_class(recipe.task), "has_fixed_forward", False)
+    task = task_class(recipe.task)
+    has_fixed_forward = getattr(task, "has_fixed_forward", False)
+    # A task of the user may do more with a forward pass than a graph allows, such as use its hooks, also if it inherits
+    # from a shipped task.
+    if is_custom_task(recipe.task) and "has_fixed_forward" not in getattr(task, "__dict__", {}):
+        has_fixed_forward = False
     return bool(requested) or (has_fixed_forward and model_type in COMPARED)
 
 

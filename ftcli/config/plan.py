@@ -175,6 +175,19 @@ def derive_steps(
     return per_epoch, None if per_epoch is None else math.ceil(round(train.epochs * per_epoch, 6))
 
 
+def check_rows_of_a_pass(recipe: Recipe) -> None:
+    """Raise `InputError` if the machine would choose the rows whose statistics batch norm is trained with.
+
+    A run would have another curve on another GPU, and could not be resumed there.
+    """
+    if recipe.model.batch_norm != "frozen" and recipe.batch.micro_size == "auto":
+        raise InputError(
+            "batch.micro_size: auto depends on the GPU, which would change the curve: model.batch_norm: "
+            f"{recipe.model.batch_norm} trains with the statistics of the rows of one forward pass",
+            hint="set batch.micro_size to a number, or batch_norm to frozen",
+        )
+
+
 def derive_plan(recipe: Recipe, processes: int, rows: int | None = None) -> Plan:
     """Return the plan of a recipe.
 

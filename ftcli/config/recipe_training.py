@@ -32,7 +32,8 @@ class Batch(Section):
         "step are shared out over the processes by tokens. Rows without tokens, and streams: the most rows that fit, "
         "found on the GPUs with the longest rows at the start of the run and stored in its folder; 8 without a GPU. "
         f"{MACHINE_HINT} Except under precision fp16: the rows of a pass decide which gradients overflow, and so which "
-        "steps are skipped.",
+        "steps are skipped. With model.batch_norm train or sync a number is needed: the rows of a pass decide its "
+        "statistics.",
     )
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+PLAIN_FORWARDS = {kind.forward for kind in KINDS}
 
 
 def set_batch_norm(model: nn.Module, mode: str) -> list[str]:
@@ -44,21 +45,34 @@ def set_batch_norm(model: nn.Module, mode: str) -> list[str]:
 
     Raises:
         InputError: The statistics of a model without batch normalisation are to be trained, or those of a base model
-            beside an adapter, which does not hold them.
+            beside an adapter, which does not hold them; or all processes are to share those of a layer of its own kind.
     """
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, KINDS)]
+    norms = _norms_of(model)
     if mode != "frozen" and not norms:
         message = f"model.batch_norm: {mode} has no effect: the model has no batch normalisation"
         raise InputError(message, hint="delete it")
     if mode != "frozen" and base_model_of(model) is not model:
         _check_saved([name for name, _ in norms], mode)
     for name, module in norms:
+        if mode == "sync" and type(module).forward not in PLAIN_FORWARDS:
+            raise InputError(
+                f"model.batch_norm: sync: {name} is a {type(module).__name__} with a forward pass of its own, and only "
+                "the usual one can use the statistics of all processes",
+                hint="set batch_norm to train or frozen",
+            )
         if mode == "frozen":
             module.eval()
-            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
+            module.train = lambda mode=True, module=module: module
         else:
-            module.forward = partial(_forward, module, type(module).forward, name, mode)  # type: ignore[method-assign]
+            module.forward = partial(_forward, module, type(module).forward, name, mode)
     return [f"batch norm: {mode}, {len(norms)} layers"] if norms else []
+
+
+def _norms_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the batch normalisations of a model by name, without those of its frozen helper networks."""
+    helpers = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_helper", False))
+    modules = model.named_modules()
+    return [(name, one) for name, one in modules if isinstance(one, KINDS) and not f"{name}.".startswith(helpers)]
 
 
 def _check_saved(names: list[str], mode: str) -> None:
@@ -120,7 +134,13 @@ def _forward(module: Any, forward: Any, name: str, mode: str, inputs: Tensor) ->
     if torch.is_grad_enabled():
         result = forward(module, inputs)
         return result
-    return batch_norm(inputs, None, None, module.weight, module.bias, training=True, eps=module.eps)
+    if type(module).forward in PLAIN_FORWARDS:
+        return batch_norm(inputs, None, None, module.weight, module.bias, training=True, eps=module.eps)
+    before = [buffer.clone() for buffer in module.buffers(recurse=False)]
+    result = forward(module, inputs)
+    for buffer, value in zip(module.buffers(recurse=False), before, strict=True):
+        buffer.data.copy_(value)  # an earlier pass may have saved it for its backward pass
+    return result
 
 
 def _forward_of_all(module: Any, inputs: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
         InputError: A file is missing or invalid, or this machine cannot run what the recipe requests. The error holds
             the problems of the model, of all sources of data and of the prompts together.
     """
+    from ftcli.config.plan import check_rows_of_a_pass
     from ftcli.config.task_registry import find_task, is_custom_task, task_class
     from ftcli.data.chat.template_variables import check_recipe
     from ftcli.data.first_rows import check_first_rows, hub_key_problems
@@ -85,6 +86,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
         *collect_problems(_file_checks(recipe)),
     ]:
         raise InputError(problems)
+    check_rows_of_a_pass(recipe)
     check_recipe(recipe)
     check_compile(recipe)
     check_liger(recipe, local_model_type(recipe.model.name), on_gpu=not cpu and count_gpus() > 0)

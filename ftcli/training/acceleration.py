@@ -245,18 +245,12 @@ def choose_recomputation(
 
 
 def _check_batch_norm(recipe: Recipe, choice: Recomputation) -> None:
-    """Check that nothing computes the statistics of trained batch norm twice, or over rows that are only padding."""
+    """Check that nothing computes the statistics of trained batch norm twice."""
     if choice.saving.mode != "none":
         raise InputError(
             f"model.gradient_checkpointing: {choice.saving.mode} computes layers twice, and model.batch_norm: "
             f"{recipe.model.batch_norm} would update their statistics twice",
             hint="set gradient_checkpointing to none, or batch_norm to frozen",
-        )
-    if choice.passes is not None:
-        raise InputError(
-            "batch.micro_size: auto adds forward passes without rows, which would count in the statistics of "
-            f"model.batch_norm: {recipe.model.batch_norm}",
-            hint="set batch.micro_size to a number, or batch_norm to frozen",
         )
 
 

@@ -16,7 +16,7 @@ from ftcli.checkpoint.final import describe_other_base
 from ftcli.checkpoint.folder import STATE, read_state
 from ftcli.config.ineffective_keys import warmup_problems
 from ftcli.config.load import load_recipe
-from ftcli.config.plan import shorten_for_dry_run
+from ftcli.config.plan import check_rows_of_a_pass, shorten_for_dry_run
 from ftcli.config.recipe import Recipe
 from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
@@ -238,6 +238,8 @@ def _read_start(
         raise InputError(f"resume={str(resume)!r}: not a checkpoint, it has no {STATE}", hint=hint)
     state = None if checkpoint is None else read_state(checkpoint)
     resolved = resolve(requested, state)
+    if weights is None:
+        check_rows_of_a_pass(resolved.recipe)
     if reads_ahead():
         read_ahead(resolved.recipe)
     base, model = identity_of(resolved.recipe), resolved.recipe.model

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ftcli.models.structure import base_model_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,6 +26,8 @@ UNUSED = "original_module"  # peft's name for a module beside the copy that is t
 def use_channels_last(model: nn.Module, device_type: str) -> list[str]:
     """Convert the input of a model's first convolution to channels-last format, if it has batch norms and runs on CUDA.
 
+    Only for models of transformers. A network of the user may have a `view` that needs the usual format.
+
     Args:
         model: The model. Its first convolution gets a forward pre-hook; nothing else changes.
         device_type: Type of the device that the model will run on.
@@ -31,6 +35,8 @@ def use_channels_last(model: nn.Module, device_type: str) -> list[str]:
     Returns:
         One line for the log, or none if nothing is converted.
     """
+    if not type(base_model_of(model)).__module__.startswith("transformers."):
+        return []
     modules = list(model.modules())
     # Group norm returns to the usual format, so that each of them would convert twice.
     has_group_norms = any(isinstance(module, nn.GroupNorm) for module in modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 import ftcli
 from ftcli.hardware import batch_norm
 from ftcli.hardware.batch_norm import set_batch_norm, trained_norms
+from ftcli.launch.preflight import check_inputs
 from ftcli.runtime.errors import InputError
 from ftcli.testing import save_tiny_resnet
 from ftcli.tiny_models import build_tiny
@@ -196,19 +198,51 @@ def test_prepare_freezes_batch_norm_of_a_layer_that_a_task_adds(tmp_path: Path) 
     assert not [module for module in run.model.modules() if isinstance(module, nn.BatchNorm1d) and module.training]
 
 
-# Adds a layer that nothing calls to a model of texts, whose passes can be formed by tokens.
-ADDS_A_NORM_TO_TEXT = ADDS_A_NORM.replace("image_classification", "text_classification")
-
-
-def test_prepare_with_passes_by_tokens_and_trained_batch_norm_is_refused(inputs: Path, tmp_path: Path) -> None:
-    (tmp_path / "adds.py").write_text(ADDS_A_NORM_TO_TEXT)
-    model = {"name": str(inputs / "encoder"), "dropout": 0.0, "batch_norm": "sync"}
-    batch = {"global_size": 12, "micro_size": "auto"}
-    recipe = cell(inputs, "text", model=model, batch=batch).model_copy(update={"task": str(tmp_path / "adds.py")})
+@pytest.mark.parametrize("check", [ftcli.prepare, check_inputs])
+@pytest.mark.parametrize("mode", ["train", "sync"])
+def test_trained_batch_norm_with_rows_that_the_gpu_decides_is_refused(
+    mode: str, check: Callable[[Any], None], tmp_path: Path
+) -> None:
+    recipe = resnet(tmp_path, batch={"global_size": 12, "micro_size": "auto"})
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"batch_norm": mode})})
     with pytest.raises(InputError) as caught:
-        ftcli.prepare(recipe, cpu=True)
-    assert "batch.micro_size: auto adds forward passes without rows" in str(caught.value)
+        check(recipe)
+    assert f"batch.micro_size: auto depends on the GPU, which would change the curve: model.batch_norm: {mode}" in str(
+        caught.value
+    )
     assert "set batch.micro_size to a number, or batch_norm to frozen" in str(caught.value)
+
+
+class Rectified(nn.BatchNorm2d):
+    """Batch norm and activation in one module, as some libraries have it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def test_batch_norm_with_a_forward_pass_of_its_own_keeps_it_or_is_refused() -> None:
+    model = nn.Sequential(Rectified(4))
+    inputs = torch.randn(5, 4, 2, 2, generator=torch.Generator().manual_seed(0))
+    set_batch_norm(model.train(), "train")
+    trained = model(inputs)
+    before = [buffer.clone() for buffer in model.buffers()]
+    with torch.no_grad():
+        assert torch.equal(model(inputs), trained) and trained.min() == 0
+    assert all(map(torch.equal, model.buffers(), before))
+    trained.sum().backward()
+    with pytest.raises(InputError, match=r"sync: 0 is a Rectified with a forward pass(?s:.*)to train or frozen"):
+        set_batch_norm(nn.Sequential(Rectified(4)), "sync")
+
+
+def test_batch_norm_of_a_frozen_helper_network_is_not_trained() -> None:
+    helper = nn.Sequential(nn.BatchNorm2d(4)).eval()
+    helper.is_helper = True
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), helper)
+    with pytest.raises(InputError, match="train has no effect: the model has no batch normalisation"):
+        set_batch_norm(model, "train")
+    model.append(nn.BatchNorm2d(4))
+    assert set_batch_norm(model, "train") == ["batch norm: train, 1 layers"]
+    assert list(trained_norms(model)) == [model[2]]
 
 
 def test_recipe_changes_of_the_micro_size_affect_a_curve_with_trained_statistics(tmp_path: Path) -> None:

@@ -32,6 +32,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"image_size": 32, "depth_multiplier": 0.25, "min_depth": 8, "classifier_dropout_prob": 0.0},
     ),
 }
+
+
+class OfTransformers(nn.Sequential):
+    """A network that counts as one of transformers."""
+
+    __module__ = "transformers.models.small"
+
+
 MODES = [("train", True), ("frozen", False)]
 
 
@@ -147,7 +155,7 @@ def first_input(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def test_use_channels_last_of_images_with_one_channel() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
+    model = OfTransformers(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
     assert use_channels_last(model, "cuda")
     seen = watch_norms(model)
     model(torch.randn(2, 1, 8, 8))
@@ -155,7 +163,7 @@ def test_use_channels_last_of_images_with_one_channel() -> None:
 
 
 def test_use_channels_last_of_an_image_without_rows_of_a_batch_converts_nothing() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Identity())
+    model = OfTransformers(nn.Conv2d(3, 4, 3), nn.Identity())
     model.add_module("norm", nn.BatchNorm2d(4))
     assert use_channels_last(model, "cuda")
     image = torch.randn(3, 8, 8)
@@ -163,13 +171,13 @@ def test_use_channels_last_of_an_image_without_rows_of_a_batch_converts_nothing(
 
 
 def test_use_channels_last_of_a_convolution_that_is_called_with_names_converts_nothing() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    model = OfTransformers(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     assert use_channels_last(model, "cuda")
     assert model[0](input=torch.randn(2, 3, 8, 8)).shape == (2, 4, 6, 6)
 
 
 def test_use_channels_last_of_a_frozen_batch_norm_of_a_detector() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), DetrFrozenBatchNorm2d(4))
+    model = OfTransformers(nn.Conv2d(3, 4, 3), DetrFrozenBatchNorm2d(4))
     assert use_channels_last(model, "cuda") == ["convolutions in channels-last format: 1"]
     assert is_channels_last(model(torch.randn(2, 3, 8, 8)))
 
@@ -201,3 +209,20 @@ def test_use_kernels_on_a_gpu_uses_channels_last_and_cuda_graphs() -> None:
     hardware.backend = FSDP2()
     with pytest.raises(InputError, match="this profile shards weights"):
         use_kernels(network("resnet"), with_graphs, hardware, "none")
+
+
+class Own(nn.Module):
+    """A network of a user, whose `view` needs the usual format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images).view(len(images), -1)
+
+
+def test_network_of_a_user_keeps_the_usual_format() -> None:
+    model = Own()
+    assert use_channels_last(model, "cuda") == []
+    assert model(torch.randn(2, 3, 8, 8)).shape == (2, 4 * 6 * 6)

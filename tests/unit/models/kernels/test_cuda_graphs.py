@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from ftcli.config.graph_exclusions import COMPARED
 from ftcli.config.recipe import Recipe
+from ftcli.config.task_registry import find_task
 from ftcli.models.kernels.capture_setting import leaves_of_their_own, padded_length, tensors_of
 from ftcli.models.kernels.captured_pass import MOST_GRAPHS, CapturedPass
 from ftcli.models.kernels.cuda_graphs import use_cuda_graphs
@@ -78,6 +80,16 @@ def test_compared_models_are_captured_by_default_and_others_if_the_recipe_asks_f
     assert not chosen(other)
     assert chosen(other, model=GRAPHS)
     assert chosen(resnet(), model=GRAPHS | {"batch_norm": "train"})
+
+
+@pytest.mark.parametrize(("declares", "expected"), [("", False), ("has_fixed_forward = True", True)])
+def test_task_of_a_user_has_graphs_by_default_only_if_it_declares_a_fixed_forward_pass_itself(
+    declares: str, expected: bool, tmp_path: Path
+) -> None:
+    code = "from ftcli.tasks.image_classification import Options, Task as Base"
+    (tmp_path / "own.py").write_text(f"{code}\nclass Task(Base):\n    {declares or 'pass'}\n")
+    find_task(str(tmp_path / "own.py"))  # as the process that trains does
+    assert chosen(resnet(), task=str(tmp_path / "own.py")) is expected
 
 
 def test_compared_models_that_the_support_module_does_not_build_are_named() -> None:

@@ -34,6 +34,7 @@ from ftcli.tasks.protocol import derives_columns
 from ftcli.training.batches.loaders import build_loaders
 from ftcli.training.prepared_data import PreparedData, prepare_data
 from ftcli.training.resume import checked_step
+from ftcli.training.resumed_statistics import check_statistics
 from ftcli.training.run import LoadingTimes, Run
 from ftcli.training.run_description import describe_run
 
@@ -213,6 +214,8 @@ class _Start:
         """Return the number of steps that are done: those of the checkpoint, if it fits the rows."""
         if self.checkpoint is None:
             return 0
+        if self.state is not None and not anyway:
+            check_statistics(self.state, self.requested, data.plan)
         return checked_step(self.checkpoint, self.requested, data.task, data.rows, anyway=anyway)
 
 

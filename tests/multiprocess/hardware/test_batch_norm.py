@@ -11,6 +11,7 @@ import pytest
 from ftcli.checkpoint.folder import read_state
 from ftcli.checkpoint.reader import CheckpointReader
 from ftcli.runtime.checkpoint_names import checkpoint_path
+from ftcli.runtime.errors import InputError
 from ftcli.testing import run_on_cpu
 
 from ...support.cells import cell, resume_cell, save_cell
@@ -70,8 +71,19 @@ def normalise_and_resume(folder: Path, output: Path, source: Path | None) -> dic
     results = {name: normalise(name, "sync") for name in SETTINGS}
     recipe = cell(folder, "resnet-sync")
     saved = save_cell(recipe, output, at=(2,))
-    resumed = None if source is None else resume_cell(recipe, checkpoint_path(source, 2))
-    return results | {"saved": saved["rows"], "resumed": None if resumed is None else resumed["rows"]}
+    if source is None:
+        return results | {"saved": saved["rows"]}
+    halves = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": 6})})  # the same 12 rows
+    resumed = {
+        name: resume_cell(each, checkpoint_path(source, 2))["rows"]
+        for name, each in (("resumed", recipe), ("halves", halves))
+    }
+    few = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": 3})})
+    try:
+        resume_cell(few, checkpoint_path(source, 2))
+    except InputError as error:
+        return results | {"saved": saved["rows"], **resumed, "refusal": str(error)}
+    raise AssertionError("a resume with 6 rows in a forward pass was accepted")
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +104,9 @@ def two(inputs: Path, saves: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
 def test_resume_of_batch_norm_sync_on_two_processes_reads_the_statistics_of_one(
     one: dict[str, Any], two: list[dict[str, Any]], saves: Path
 ) -> None:
-    for (loss, norm, samples), actual in zip(one["saved"][2:], two[0]["resumed"], strict=True):
-        assert actual == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4), samples)
+    both = zip(one["saved"][2:], two[0]["resumed"], two[0]["halves"], strict=True)
+    for (loss, norm, samples), actual, halves in both:
+        assert halves == actual == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4), samples)
     stored = []
     for name in ("one", "two"):
         folder = checkpoint_path(saves / name, 2)
@@ -103,6 +116,12 @@ def test_resume_of_batch_norm_sync_on_two_processes_reads_the_statistics_of_one(
     assert len(stored[0]) > 3
     for a, b in zip(*stored, strict=True):
         assert b == pytest.approx(a, rel=1e-4, abs=1e-6) and b != [1.0] * 4
+
+
+def test_resume_of_batch_norm_sync_with_other_rows_in_a_forward_pass_is_refused(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert "12 rows when the checkpoint was written, 6 rows with 2 processes" in rank["refusal"]
+        assert "whose product is 12, or accept another loss curve with --resume-anyway" in rank["refusal"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

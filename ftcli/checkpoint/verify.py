@@ -80,7 +80,8 @@ distance = rounding = 0.0
 if request["probe"]:
     inputs = load_file(request["probe"])
     expected = inputs.pop("logits")
-    inputs = {k: v.to(dtype) if v.is_floating_point() and request["cast"] else v for k, v in inputs.items()}
+    width = next(model.parameters()).dtype
+    inputs = {k: v.to(width) if v.is_floating_point() else v for k, v in inputs.items()}
     real = inputs["attention_mask"].bool() if expected.ndim == 3 else slice(None)
     def logits_in(compute):
         context = torch.autocast("cpu", getattr(torch, compute or "bfloat16"), enabled=compute is not None)
@@ -187,7 +188,6 @@ def reload_in_fresh_process(folder: Path, expected: ExpectedModel) -> tuple[floa
         "trusted": expected.trusted,
         "compute": expected.compute,
         "tolerance": expected.tolerance,
-        "cast": not (folder / "adapter_config.json").exists(),
     }
     command = [sys.executable, "-c", NO_CWD + RELOAD]
     result = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)

@@ -190,21 +190,19 @@ class _NormaliseOfAll(torch.autograd.Function):
         """Return the gradients of inputs, weight and bias; those of weight and bias are sums over this process."""
         inputs, weight, mean, variance, count = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight
-        inverse = (variance + ctx.eps).rsqrt()
-        grad = _in_format_of(inputs, grad)
-        # The two sums of this process. A kernel reads the mean with the variance or with the inverse of the deviation.
-        _, of_product, of_grad = torch.ops.aten.native_batch_norm_backward(
-            grad, inputs, scale, mean, variance, mean, inverse, False, ctx.eps, [False, True, True]
-        )
+        inverse, grad = (variance + ctx.eps).rsqrt(), _in_format_of(inputs, grad)
+        # The two sums of this process, in float32. CUDA's own kernels differ by dtype and memory format.
+        centred = inputs - _wide(mean, inputs)
+        of_product, of_grad = (centred * grad).sum(_dims(inputs)) * inverse, grad.sum(_dims(inputs), dtype=mean.dtype)
         grad_weight, grad_bias = (None, None) if weight is None else (of_product, of_grad)
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, grad_bias, None
         sums = torch.cat([of_product, of_grad])
         dist.all_reduce(sums)
         of_product, of_grad = sums.split(len(mean))
-        # In float32, and rounded once to the dtype of the inputs, as the kernels for one process do.
+        # In float32 too, and rounded once to the dtype of the inputs, as the kernels for one process do.
         factor, slope = scale * inverse, scale * inverse.square() * of_product / count
-        grad_inputs = (grad * _wide(factor, inputs)).sub_((inputs - _wide(mean, inputs)).mul_(_wide(slope, inputs)))
+        grad_inputs = (grad * _wide(factor, inputs)).sub_(centred.mul_(_wide(slope, inputs)))
         grad_inputs.sub_(_wide(factor * of_grad / count, inputs))
         return grad_inputs.to(inputs.dtype), grad_weight, grad_bias, None
 

@@ -332,5 +332,9 @@ class Task:
         self.processor.save_pretrained(folder)
 
     def probe(self, batch: Batch) -> Batch:
-        """Return the arguments of the model: the pixels of each row, normalised and mixed, on the batch's device."""
-        return {"pixel_values": model_pixels(batch)}
+        """Return the arguments of the model: the pixels of each row, normalised and mixed, on the batch's device.
+
+        They are float32, and bfloat16 if all weights are, because a convolution takes one dtype only.
+        """
+        pixels = model_pixels(batch)
+        return {"pixel_values": pixels.bfloat16() if self.recipe.precision == "bf16_pure" else pixels}

@@ -6,9 +6,9 @@ Gradient accumulation is always derived and never set. This module reads no file
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftcli.runtime.errors import InputError
 
@@ -185,6 +185,28 @@ def check_rows_of_a_pass(recipe: Recipe) -> None:
             "batch.micro_size: auto depends on the GPU, which would change the curve: model.batch_norm: "
             f"{recipe.model.batch_norm} trains with the statistics of the rows of one forward pass",
             hint="set batch.micro_size to a number, or batch_norm to frozen",
+        )
+
+
+def check_rows_of_all_processes(batch: Mapping[str, Any], processes: int, recipe: Recipe, plan: Plan) -> None:
+    """Raise `InputError` if a resumed run with `model.batch_norm: sync` would normalise with another number of rows.
+
+    Args:
+        batch: The section `batch` in the recipe of the checkpoint.
+        processes: Number of processes that wrote the checkpoint.
+        recipe: The recipe of the run.
+        plan: The plan of the run.
+    """
+    if recipe.model.batch_norm != "sync" or not isinstance(batch["micro_size"], int):
+        return
+    before = derive_batches(batch["global_size"], batch["micro_size"], processes)[0] * processes
+    now = plan.micro_size * plan.processes
+    if before != now:
+        raise InputError(
+            "resuming: model.batch_norm: sync takes the statistics of the rows of all processes in one forward pass: "
+            f"{before} rows when the checkpoint was written, {now} rows with {plan.processes} processes",
+            hint=f"use a number of processes and a batch.micro_size whose product is {before}, or accept another loss "
+            "curve with --resume-anyway",
         )
 
 

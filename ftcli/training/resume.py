@@ -139,7 +139,7 @@ def recipe_changes(state: dict[str, Any], recipe: Recipe) -> tuple[list[str], li
     stored = Recipe.model_validate(state["recipe"])  # keys of newer versions have their defaults
     old, new = (dict(flatten(stored_form(each).model_dump(mode="json"))) for each in (stored, recipe))
     harmless_keys = set(machine_hints(Recipe))
-    if recipe.model.batch_norm == "train":  # for sync, `check_statistics` compares the rows of all processes
+    if recipe.model.batch_norm == "train":  # for sync, `prepare` compares the rows of all processes
         harmless_keys.remove("batch.micro_size")  # statistics are those of the rows of a forward pass
     if _last_step(recipe, state) < state["step"]:
         raise InputError(

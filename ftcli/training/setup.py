@@ -16,7 +16,7 @@ from ftcli.checkpoint.final import describe_other_base
 from ftcli.checkpoint.folder import STATE, read_state
 from ftcli.config.ineffective_keys import warmup_problems
 from ftcli.config.load import load_recipe
-from ftcli.config.plan import check_rows_of_a_pass, shorten_for_dry_run
+from ftcli.config.plan import check_rows_of_a_pass, check_rows_of_all_processes, shorten_for_dry_run
 from ftcli.config.recipe import Recipe
 from ftcli.data.provenance import row_names
 from ftcli.data.revisions import Resolved, resolve
@@ -34,7 +34,6 @@ from ftcli.tasks.protocol import derives_columns
 from ftcli.training.batches.loaders import build_loaders
 from ftcli.training.prepared_data import PreparedData, prepare_data
 from ftcli.training.resume import checked_step
-from ftcli.training.resumed_statistics import check_statistics
 from ftcli.training.run import LoadingTimes, Run
 from ftcli.training.run_description import describe_run
 
@@ -215,7 +214,8 @@ class _Start:
         if self.checkpoint is None:
             return 0
         if self.state is not None and not anyway:
-            check_statistics(self.state, self.requested, data.plan)
+            batch, processes = self.state["recipe"]["batch"], self.state["written_by"]["processes"]
+            check_rows_of_all_processes(batch, processes, self.requested, data.plan)
         return checked_step(self.checkpoint, self.requested, data.task, data.rows, anyway=anyway)
 
 

@@ -188,17 +188,17 @@ def check_rows_of_a_pass(recipe: Recipe) -> None:
         )
 
 
-def check_rows_of_all_processes(batch: Mapping[str, Any], processes: int, recipe: Recipe, plan: Plan) -> None:
+def check_rows_of_all_processes(state: Mapping[str, Any], recipe: Recipe, plan: Plan) -> None:
     """Raise `InputError` if a resumed run with `model.batch_norm: sync` would normalise with another number of rows.
 
     Args:
-        batch: The section `batch` in the recipe of the checkpoint.
-        processes: Number of processes that wrote the checkpoint.
+        state: The checkpoint's state.json.
         recipe: The recipe of the run.
         plan: The plan of the run.
     """
-    if recipe.model.batch_norm != "sync" or not isinstance(batch["micro_size"], int):
+    if recipe.model.batch_norm != "sync" or not isinstance(state["recipe"]["batch"]["micro_size"], int):
         return
+    batch, processes = state["recipe"]["batch"], state["written_by"]["processes"]
     before = derive_batches(batch["global_size"], batch["micro_size"], processes)[0] * processes
     now = plan.micro_size * plan.processes
     if before != now:

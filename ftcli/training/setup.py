@@ -214,8 +214,7 @@ class _Start:
         if self.checkpoint is None:
             return 0
         if self.state is not None and not anyway:
-            batch, processes = self.state["recipe"]["batch"], self.state["written_by"]["processes"]
-            check_rows_of_all_processes(batch, processes, self.requested, data.plan)
+            check_rows_of_all_processes(self.state, self.requested, data.plan)
         return checked_step(self.checkpoint, self.requested, data.task, data.rows, anyway=anyway)
 
 

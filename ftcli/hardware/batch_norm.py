@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import batch_norm
 
-from ftcli.models.structure import base_model_of
+from ftcli.models.structure import base_model_of, helper_prefixes
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import current_rank, world_size
 
@@ -70,8 +70,7 @@ def set_batch_norm(model: nn.Module, mode: str) -> list[str]:
 
 def _norms_of(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the batch normalisations of a model by name, without those of its frozen helper networks."""
-    helpers = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_helper", False))
-    modules = model.named_modules()
+    helpers, modules = helper_prefixes(model), model.named_modules()
     return [(name, one) for name, one in modules if isinstance(one, KINDS) and not f"{name}.".startswith(helpers)]
 
 
@@ -210,7 +209,7 @@ class _NormaliseOfAll(torch.autograd.Function):
 def _in_format_of(inputs: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of the outputs in the memory format of the inputs.
 
-    Kernels for channels-last inputs (models/kernels/channels_last.py) need a gradient of the same format.
+    The gradient of the inputs then has it too, as the convolution before needs it (models/kernels/channels_last.py).
     """
     is_last = inputs.ndim == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
     # Tensors with one channel or one pixel fit both formats, and stay in the usual one.

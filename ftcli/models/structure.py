@@ -32,6 +32,16 @@ def base_model_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def is_of_transformers(model: Any) -> bool:
+    """Return whether the base of a model is a class of transformers, and no network of the user."""
+    return type(base_model_of(model)).__module__.startswith("transformers.")
+
+
+def helper_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return the beginnings of names in frozen helper networks; `tasks/protocol.py` says which modules these are."""
+    return tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_helper", False))
+
+
 def layers_of(model: Any) -> list[Any]:
     """Return the repeated layers of a transformers model; empty if the model does not name their classes."""
     if not LAYERS.is_usable():
@@ -51,10 +61,9 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a checkpoint contains, by name: persistent ones, except those of frozen helper networks.
 
     Args:
-        model: A model. `tasks/protocol.py` says which of its modules are helper networks.
+        model: A model.
     """
-    persistent = model.state_dict()
-    helpers = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_helper", False))
+    persistent, helpers = model.state_dict(), helper_prefixes(model)
     buffers = model.named_buffers()
     return {name: one for name, one in buffers if name in persistent and not name.startswith(helpers)}
 

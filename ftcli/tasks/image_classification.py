@@ -334,7 +334,8 @@ class Task:
     def probe(self, batch: Batch) -> Batch:
         """Return the arguments of the model: the pixels of each row, normalised and mixed, on the batch's device.
 
-        They are float32, and bfloat16 if all weights are, because a convolution takes one dtype only.
+        They have the dtype of trained weights, because a convolution without autocast takes one dtype only.
         """
-        pixels = model_pixels(batch)
-        return {"pixel_values": pixels.bfloat16() if self.recipe.precision == "bf16_pure" else pixels}
+        from ftcli.models.precision import trained_dtype
+
+        return {"pixel_values": model_pixels(batch).to(trained_dtype(self.recipe))}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ftcli.models.structure import base_model_of
+from ftcli.models.structure import is_of_transformers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +35,11 @@ def use_channels_last(model: nn.Module, device_type: str) -> list[str]:
     Returns:
         One line for the log, or none if nothing is converted.
     """
-    if not type(base_model_of(model)).__module__.startswith("transformers."):
-        return []
     modules = list(model.modules())
     # Group norm returns to the usual format, so that each of them would convert twice.
     has_group_norms = any(isinstance(module, nn.GroupNorm) for module in modules)
-    if device_type != "cuda" or has_group_norms or not any(map(_is_batch_norm, modules)):
+    is_fitting = is_of_transformers(model) and not has_group_norms and any(map(_is_batch_norm, modules))
+    if device_type != "cuda" or not is_fitting:
         return []
     convolutions = [
         module

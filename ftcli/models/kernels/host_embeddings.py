@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ftcli.models.structure import base_model_of
+from ftcli.models.structure import base_model_of, is_of_transformers
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def movable_bytes(model: nn.Module, recipe: Recipe) -> int:
     if setting is False or recipe.adapter.type == "none":
         return 0
     # The forward pass of another model may read the table itself.
-    is_known = type(base_model_of(model)).__module__.startswith("transformers.")
+    is_known = is_of_transformers(model)
     if setting == "auto" and (not is_known or _problem(model, _embeddings_of(model)) is not None):
         return 0
     return int(_plain_embeddings(model).weight.nbytes)

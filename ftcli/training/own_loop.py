@@ -6,7 +6,9 @@ environment.json, metrics.jsonl and status.json. Nothing is printed. Without `ou
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import load_recipe
-from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, RunError
+from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, InputError, RunError
 from ftcli.runtime.load_monitor import LoadMonitor
 from ftcli.runtime.process import current_rank
 from ftcli.runtime.run_folder import RunFolder
@@ -56,7 +58,8 @@ def prepare(
         A `Run` for `ftcli.steps`, `ftcli.evaluate` and `ftcli.save_checkpoint`. `run.model` is the prepared model.
 
     Raises:
-        InputError: The recipe, the data, the model or the checkpoint is wrong, or `output` holds another run.
+        InputError: The recipe, the data, the model or the checkpoint is wrong, the recipe cannot run on the profile of
+            `accelerate launch`, or `output` holds another run.
 
     Example:
         >>> run = ftcli.prepare("recipe.yaml", overrides=["train.max_steps=100"], output="runs/mine")
@@ -64,6 +67,7 @@ def prepare(
         ...     print(step.number, step.loss)
         >>> ftcli.evaluate(run)["loss"]
     """
+    from ftcli.config.compatibility import check_pair
     from ftcli.config.profile import profile_of_process
     from ftcli.config.recipe import Recipe
 
@@ -72,6 +76,9 @@ def prepare(
     from ftcli.training.run_start import rewind_run_folder, write_run_inputs
 
     requested = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    profile = profile_of_process(os.environ) if "ACCELERATE_MIXED_PRECISION" in os.environ else None
+    if problems := [] if profile is None else check_pair(requested, profile):
+        raise InputError(problems)
     start = None if resume is None else Path(resume)
     is_main = current_rank() == 0
     if output is not None and is_main:
@@ -87,7 +94,6 @@ def prepare(
     )
     if run.folder is not None:
         if is_main:
-            profile = profile_of_process(os.environ) if "ACCELERATE_MIXED_PRECISION" in os.environ else None
             write_run_inputs(run.folder, run.resolved.applied_to(requested), profile, start, dry_run=dry_run)
             rewind_run_folder(run, run.folder)
             run.folder.write_status("loading", run.first_step, 0)
@@ -132,6 +138,9 @@ class OwnLoop:
         elif isinstance(error, GeneratorExit):  # `break`, or an error in the body of the loop
             reason = f"the loop was left after step {run.position} of {run.steps}"
             self._end_status = ("stopped", EXIT_RESUME, reason)
+            if self.reporter.folder is not None:  # the two cannot be told apart here
+                atexit.unregister(_record_uncaught_error)
+                atexit.register(_record_uncaught_error, self.reporter.folder, run.position)
         else:
             self.reporter.__exit__(kind, error, trace)
         if self._end_status is not None:
@@ -158,3 +167,15 @@ class OwnLoop:
         """Write status.json on the main rank."""
         if self.reporter.folder is not None:
             self.reporter.folder.write_status(state, self.run.position, code, error)
+
+
+def _record_uncaught_error(folder: RunFolder, position: int) -> None:
+    """Write as the process ends that an error ended the script, if the newest loop was left early.
+
+    Python closes the loop's generator in the same way for `break` and for an error in the loop's body. It keeps an
+    error that nothing caught in `sys.last_value`. An interactive session goes on after such an error.
+    """
+    error = getattr(sys, "last_value", None)
+    is_interactive = hasattr(sys, "ps1")
+    if isinstance(error, Exception) and not is_interactive and folder.status().get("state") == "stopped":
+        folder.write_status("failed", position, EXIT_FAILED, f"{type(error).__name__}: {error}")

@@ -264,3 +264,32 @@ def test_steps_open_at_interpreter_exit_are_closed(inputs: Path, tmp_path: Path)
     assert done.returncode == 0 and "ignored" not in done.stderr and "Traceback" not in done.stderr, done.stderr
     status = RunFolder(tmp_path / "run").status()
     assert (status["state"], status["step"]) == ("stopped", 3)
+
+
+def test_prepare_refuses_a_recipe_that_cannot_run_on_the_launched_profile(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the check, a rank under FSDP waited forever for embeddings that the other ranks had on their host."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(InputError, match="precision: fp32") as refused:
+        ftcli.prepare(recipe(inputs, model={"name": str(inputs / "tied"), "embeddings_on_host": True}), cpu=True)
+    assert "embeddings_on_host cannot run on this profile" in str(refused.value)
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_error_in_the_body_of_a_loop_is_recorded_if_it_ends_the_script(
+    caught: bool, inputs: Path, tmp_path: Path
+) -> None:
+    script, run = tmp_path / "script.py", tmp_path / "run"
+    body = "for step in ftcli.steps(run):\n        1 / (step.number - 2)\n"
+    loop = f"try:\n    {body}except ZeroDivisionError: pass\n" if caught else f"if True:\n    {body}"
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe(inputs)))
+    script.write_text(f"import ftcli\nrun = ftcli.prepare('recipe.yaml', cpu=True, output={str(run)!r})\n{loop}")
+    ended = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == (0 if caught else 1), ended.stderr
+    status = RunFolder(run).status()
+    expected = ("stopped", 75, "the loop was left after step 2") if caught else ("failed", 1, "ZeroDivisionError")
+    assert (status["state"], status["exit_code"], status["step"]) == (*expected[:2], 2)
+    assert expected[2] in status["error"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
 from ftcli.models.architectures import model_types_with
+from ftcli.testing import save_tiny_causal
 
-from ..unit.models.kernels.test_compile import in_both_ways
+from ..unit.models.kernels.test_compile import WAYS_TO_STORE, counters_of_200_steps, in_both_ways
 from .test_attention_on_gpus import apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -32,3 +36,20 @@ def test_compiled_layers_with_much_shorter_or_longer_rows_compile_no_new_graph()
     assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each row"
     for expected, actual in zip(plain, fast, strict=True):
         assert float(apart(actual[0], expected[0]).max()) < 0.05 and float(apart(actual[1], expected[1])) < 0.05
+
+
+HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
+
+
+@pytest.mark.parametrize("stored", WAYS_TO_STORE)
+@pytest.mark.parametrize("bits", [16, pytest.param(4, marks=pytest.mark.skipif(not HAS_BITSANDBYTES, reason="4 bits"))])
+def test_compiled_adapter_training_compiles_nothing_after_step_3_for_any_row_length(
+    bits: int, stored: str, inputs: Path, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
+    name = save_tiny_causal(tmp_path / "model", tied=False, num_hidden_layers=4, **sizes)
+    model = {"name": str(name), "dropout": 0.0, "torch_compile": True} | WAYS_TO_STORE[stored]
+    early, late = counters_of_200_steps(
+        inputs, tmp_path, model | ({"quantization": {"load_in_4bit": True}} if bits == 4 else {}), cpu=False
+    )
+    assert early == late

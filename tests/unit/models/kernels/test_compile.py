@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -293,6 +294,61 @@ def test_compile_layers_with_recomputation_compiles_nothing_after_the_first_step
         assert graphs[1] == graphs[-1]
         assert losses == pytest.approx(eager, rel=3e-4)
         assert sum("torch_compile: 2 layers" in fact for fact in run.log_lines) == 1
+
+
+SHORTEST, LONGEST = 100, 2000
+WAYS_TO_STORE: dict[str, dict[str, Any]] = {
+    "stored": {"gradient_checkpointing": "none"},
+    "recomputed": {"gradient_checkpointing": "full", "activation_offloading": False},
+    "offloaded": {"gradient_checkpointing": "full", "activation_offloading": True},
+    "tiled": {"gradient_checkpointing": "tiled", "activation_offloading": False},
+}
+
+
+def counters_of_200_steps(
+    inputs: Path, folder: Path, model: dict[str, Any], *, cpu: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train an adapter on 200 rows of different lengths; return all counters of torch after steps 3 and 200.
+
+    Args:
+        inputs: The folder of small cells.
+        folder: Gets the file of rows, from 100 to 2,000 tokens in random order.
+        model: The recipe's section `model`.
+        cpu: Train on the CPU.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    lengths = torch.linspace(SHORTEST, LONGEST, 200).int()[
+        torch.randperm(200, generator=torch.Generator().manual_seed(1))
+    ]
+    text = "a long text " * (LONGEST // 10)  # bytes are tokens
+    rows = [json.dumps({"prompt": "p", "completion": text[: int(length) - 20]}) for length in lengths]
+    (folder / "lengths.jsonl").write_text("\n".join(rows) + "\n")
+    data = {"train": str(folder / "lengths.jsonl"), "max_length": LONGEST, "padding_free": True}
+    sections = {"data": data, "model": model, "adapter": {"type": "lora", "r": 3, "lora_alpha": 6}}
+    size = {"global_size": 1, "micro_size": 1}
+    run = prepare(cell(inputs, "sft-lora", precision="bf16", batch=size, train={"max_steps": 200}, **sections), cpu=cpu)
+    early: dict[str, Any] = {}
+    lengths_seen = []
+    for step in steps(run):
+        lengths_seen.append(step.items)
+        if step.number == 3:
+            early = {section: dict(values) for section, values in counters.items()}
+    run.hardware.release(run.model)
+    assert len(set(lengths_seen)) > 150 and min(lengths_seen) < 130 and max(lengths_seen) > LONGEST - 30
+    assert early["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    return early, {section: dict(values) for section, values in counters.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", WAYS_TO_STORE)
+def test_compiled_adapter_training_compiles_nothing_after_step_3_for_any_row_length(
+    stored: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # graphs without C++
+    model = {"name": str(inputs / "untied"), "dropout": 0.0, "torch_compile": True} | WAYS_TO_STORE[stored]
+    early, late = counters_of_200_steps(inputs, tmp_path, model, cpu=True)
+    assert early == late
 
 
 def adapted(monkeypatch: pytest.MonkeyPatch, recomputed: str = "none") -> Any:

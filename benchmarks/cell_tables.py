@@ -29,7 +29,7 @@ from cells.goals import EXTRAS, PLAIN, RUN, SPEED, judge  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
 LONG = 200  # steps of a long run
-PATCHES = "patches"  # label of lines that leave out a patch, and of the line they are compared with
+PATCHES = "patches"  # label of lines that leave out a patch, and of lines that are measured for comparison with them
 LADDERS = {"ladder": PLAIN, "ladder, extras": EXTRAS}  # label of lines that differ in one setting -> their base line
 SPEEDS = ["tokens/s a GPU", "trained", "rows/s a GPU", "of the reference", "MFU"]
 HEAD = ["", *SPEEDS, "step p50 (p95), ms", "GiB", "first step, s", "curve"]
@@ -71,7 +71,7 @@ def patches(lines: list[dict[str, Any]]) -> list[str]:
         same = [other for other in lines if is_base(other, line)]
         if not line.get("without") or not same:
             continue
-        base = min(same, key=lambda other: abs(other["time"] - line["time"]))
+        base = min(same, key=lambda other: (other["label"] != line["label"], abs(other["time"] - line["time"])))
         difference = max(abs(a / b - 1) for a, b in zip(line["losses"], base["losses"], strict=False))
         settings = "".join(f", `{setting}`" for setting in line["settings"])
         times = [f"{1000 * other['step p50']:.1f}" for other in (line, base)]
@@ -82,10 +82,13 @@ def patches(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def is_base(other: dict[str, Any], line: dict[str, Any]) -> bool:
-    """Return whether `other` has all patches, and is the same cell as `line` in the same run otherwise."""
-    fields = ("cell", "peer", "label", "settings", "steps", "device")
-    is_near = abs(other["time"] - line["time"]) < RUN
-    return not other.get("without") and is_near and all(other[name] == line[name] for name in fields)
+    """Return whether `other` has all patches, and is the same cell as `line` in the same run otherwise.
+
+    Labels may differ: a run measures some cells with all patches for another comparison.
+    """
+    fields = ("cell", "peer", "settings", "steps", "traced", "device", "versions")
+    counts = not other.get("without") and "spoiled" not in other
+    return counts and abs(other["time"] - line["time"]) < RUN and all(other[name] == line[name] for name in fields)
 
 
 def name_of(line: dict[str, Any]) -> str:

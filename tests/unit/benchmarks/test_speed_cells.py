@@ -327,6 +327,7 @@ def patch_line(**fields: object) -> dict[str, object]:
     line = {"cell": cell, "peer": "ftcli", "label": cell_tables.PATCHES, "settings": [], "steps": 8, "device": "GPU"}
     line |= {"shape": "tiny", "length": 8, "task": "sft", "lora": 0, "precision": "bf16", "profile": "fsdp"}
     line |= {"processes": 2, "micro_size": 1, "accumulation": 1, "time": 0.0, "losses": [2.0], "without": ""}
+    line |= {"traced": 0, "versions": {"commit": "abc"}}
     return line | {"step p50": 0.1, "peak allocated GiB": 3.0} | fields
 
 
@@ -340,6 +341,33 @@ def test_patches_are_compared_with_the_nearest_line_that_has_all_of_them() -> No
     (row,) = cell_tables.patches(lines)[4:-1]
     assert "`liger-rotary`" in row
     assert "| 250.0 | 200.0 | 4.0 | 3.0 | 1e-01 |" in row
+
+
+def test_patches_are_compared_with_a_line_of_another_label_if_their_own_has_none() -> None:
+    left_out = patch_line(time=8.0, without="liger-rotary")
+    other = patch_line(time=9.0, label="extras", **{"step p50": 0.2})
+    (row,) = cell_tables.patches([left_out, other])[4:-1]
+    assert "| 100.0 | 200.0 |" in row
+    (row,) = cell_tables.patches([left_out, other, patch_line(time=1.0, **{"step p50": 0.3})])[4:-1]
+    assert "| 100.0 | 300.0 |" in row
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"device": "other GPU"},
+        {"time": 900.0},
+        {"versions": {"commit": "def"}},
+        {"settings": ["a=b"]},
+        {"traced": 3},
+        {"spoiled": "other cells ran at the same time"},
+        {"without": "other-patch"},
+    ],
+)
+def test_patches_are_not_compared_with_a_line_of_another_run_or_device(fields: dict[str, object]) -> None:
+    rows = cell_tables.patches([patch_line(without="liger-rotary"), patch_line(label="extras", **fields)])
+    assert len(rows[4:-1]) == (0 if fields else 1)
 
 
 def test_patches_without_a_base_have_no_table() -> None:

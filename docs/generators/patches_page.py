@@ -21,7 +21,11 @@ private name against the installed versions. It also fails for a private name th
   first step with exit code 2. If only the version differs, ftcli logs one line and continues.
 
 Settings that hold for the whole process are restored when the run ends.
+
+The section of an optional patch has the median time of a step and the peak of allocated memory, with the patch and
+without it, or the reason why they were not measured.
 """
+RECORD = "../explanation/performance.md#what-optional-patches-are-worth"
 SWITCH = f"""\
 To find out whether a patch causes a problem, leave it out: `{WITHOUT}=NAME,NAME ftcli train RECIPE`. With several
 machines, set the variable on all of them. A run that needs a required patch cannot leave the patch out.
@@ -53,7 +57,10 @@ def _section(patch: Patch) -> list[str]:
     lines = [f"### {patch.name}", "", f"{patch.purpose}.", "", f"Without it: {patch.without}", ""]
     lines += [f"Public alternative: {patch.alternative}", ""]
     if patch.measurement:
-        lines += [f"Measured: [{Path(patch.measurement).stem}]({patch.measurement})", ""]
+        has_link = "](../" in patch.measurement.partition(". ")[0]  # else the first sentence is in the record
+        lines += [f"{'Measured' if has_link else f'[Measured]({RECORD})'}: {patch.measurement}", ""]
+    if patch.unmeasured:
+        lines += [f"Not measured: {patch.unmeasured}", ""]
     return [*lines, "Names in use:", "", *names]
 
 

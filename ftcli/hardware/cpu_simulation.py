@@ -45,6 +45,7 @@ CPU_EXTENSION = declare(
     without="DeepSpeed then compiles it at the first start, and waits forever for a build that was killed.",
     alternative="None: DeepSpeed has no setting for it.",
     apis=("deepspeed.ops:__compatible_ops__",),
+    unmeasured="It acts on CPUs only, where it prevents a wait without end at the first start.",
 )
 
 

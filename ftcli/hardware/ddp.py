@@ -32,6 +32,7 @@ PENDING_WORKS = declare(
     without="The gradients of such a run then stay in memory during the next run.",
     alternative="`destroy_process_group`, after which Accelerate cannot start another run in the process.",
     apis=("torch.distributed:ProcessGroup._wait_for_pending_works",),
+    unmeasured="It acts when a run is discarded. The memory that it frees was not measured.",
 )
 
 

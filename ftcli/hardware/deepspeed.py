@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
     from ftcli.hardware.collectives import Ranks
 
-
 # Elements of a bucket in which stage 3 sums gradients, unless the profile's file sets it. NCCL sends 1 GB as fast as
 # DeepSpeed's default of 2 GB (5e8). The largest matrix of a 70B model fits, as zero3_leaf_modules.py requires.
 STAGE_3 = {"reduce_bucket_size": 250_000_000}
@@ -78,6 +77,7 @@ COMPILED_LINEAR = declare(
     without="torch 2.11 then compiles a graph for each of the first eight layers, and none for the others.",
     alternative="None: the function has no public name.",
     apis=("deepspeed.runtime.zero.linear:zero3_linear_wrap",),
+    measurement="303.1 ms and 32.4 GiB a step, without it 334.4 ms and 36.9 GiB: 1B, 4 x 4,096 tokens, two H100s.",
 )
 SENT_IN_16_BITS = declare(
     __name__,
@@ -88,7 +88,7 @@ SENT_IN_16_BITS = declare(
     without="Weights are then gathered in float32, twice the bytes.",
     alternative="DeepSpeed's `torch_autocast`, which also sums gradients in 16 bits.",
     apis=("deepspeed.runtime.torch_autocast:get_comm_dtype", f"{SHARDING}:Init.ds_persist"),
-    measurement="../explanation/communication.md",
+    measurement="299.4 ms and 32.4 GiB a step, without it 301.4 ms and 33.0 GiB: 1B, 4 x 4,096 tokens, two H100s.",
 )
 RELEASE = declare(
     __name__,
@@ -99,6 +99,7 @@ RELEASE = declare(
     without="The memory of such a run is then freed only at the end of the process.",
     alternative="`engine.destroy()`, which leaves both.",
     apis=("deepspeed.runtime.zero.parameter_offload:FWD_MODULE_STACK", "deepspeed:DeepSpeedEngine.destroy"),
+    unmeasured="It acts when a run is discarded. The memory that it frees was not measured.",
 )
 
 

@@ -44,7 +44,7 @@ SMALL_UNIT = declare(
         f"{FSDP_STATE}._pre_forward_hook_handle",
         f"{FSDP_STATE}._post_forward_hook_handle",
     ),
-    measurement="../explanation/communication.md",
+    measurement="301.5 ms and 30.7 GiB a step, without it 306.6 ms and 32.8 GiB: 1B, 4 x 4,096 tokens, two H100s.",
 )
 SUMS = declare(
     __name__,
@@ -59,7 +59,8 @@ SUMS = declare(
         f"{FSDP_STATE}._mp_policy",
         "torch.distributed.fsdp:FSDPModule.set_custom_reduce_scatter",
     ),
-    measurement="../explanation/communication.md",
+    measurement="301.5 ms a step, without it 300.5 ms, 30.7 GiB both times: 1B, 4 x 4,096 tokens, two H100s. Sums are "
+    "hidden there. Lines with the same patches differ as much.",
 )
 MAX_SMALL_FRACTION = 0.02  # of all elements may be in the unit of small weights, which is whole on each rank
 

@@ -25,6 +25,8 @@ FOREACH = declare(
     without="Each gradient is then processed separately, which is slower.",
     alternative="`torch.nn.utils.get_total_norm`; its norm of 16-bit gradients is 16-bit.",
     apis=("torch:_foreach_norm", "torch:_foreach_mul_", "torch:_foreach_div_"),
+    measurement="249.6 ms a step, without it 252.6 ms, 31.9 GiB both times: 1B, 4 rows of 4,096 tokens, `bf16_pure`, "
+    "one H100.",
 )
 
 

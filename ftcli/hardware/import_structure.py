@@ -24,7 +24,9 @@ IMPORT_STRUCTURE = declare(
         "transformers.utils.import_utils:define_import_structure.module_path",
         "transformers.utils.import_utils:define_import_structure.prefix",
     ),
-    measurement="../explanation/performance.md",
+    measurement="The import of transformers' package of models takes "
+    "[0.01 s](../explanation/performance.md#two-h100s) of processor time, without it 0.70 to 0.84 s, in three pairs "
+    "of processes on a CPU. A step does not depend on it.",
 )
 PREFIX = "models"
 

@@ -25,7 +25,7 @@ QUIET = declare(
     library="deepspeed",
     versions=">=0.19.8,<0.20",
     purpose="Leaves out NVTX ranges, texts that are not printed, and repeated searches for the weights of a module",
-    without="The host then needs about twice the time for the hooks of each layer.",
+    without="The host then needs more time for the hooks of each layer.",
     alternative="None: DeepSpeed has no setting for them.",
     apis=(
         "deepspeed.utils.nvtx:enable_nvtx",
@@ -48,7 +48,8 @@ QUIET = declare(
             f"{COORDINATOR}:PartitionedParameterCoordinator.release_and_reset_all": "a2c4e931a025",
         }
     ),
-    measurement="../explanation/performance.md",
+    measurement="303.1 ms a step, without it 303.3 ms, 32.4 GiB both times: 1B, 4 x 4,096 tokens, two H100s. This "
+    "patch and five others together: 388.7 ms a step of 0.6B, 438.4 ms without them.",
 )
 GATHERED = declare(
     __name__,
@@ -74,7 +75,7 @@ GATHERED = declare(
             f"{COORDINATOR}:PartitionedParameterCoordinator._fetch_sub_module_impl": "5a0c0616eaa0",
         }
     ),
-    measurement="../explanation/performance.md",
+    measurement="303.1 ms a step, without it 313.3 ms, 32.4 GiB both times: 1B, 4 x 4,096 tokens, two H100s.",
 )
 Wait = Callable[..., None]
 

@@ -38,7 +38,8 @@ STREAM = declare(
     without="The host then waits for the device once or twice per accumulation window.",
     alternative="None: the stream has no public name.",
     apis=(f"deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.{GATHER_STREAM}",),
-    measurement="../explanation/our-own-code.md",
+    measurement="303.1 ms a step, without it 302.3 ms, 32.4 GiB both times: 1B, 4 x 4,096 tokens, two H100s. Lines "
+    "with the same patches differ as much.",
 )
 ROUNDED = declare(
     __name__,
@@ -59,7 +60,7 @@ ROUNDED = declare(
         ),
         "torch:_foreach_copy_",
     ),
-    measurement="../explanation/our-own-code.md",
+    measurement="299.4 ms and 32.4 GiB a step, without it 309.9 ms and 33.0 GiB: 1B, 4 x 4,096 tokens, two H100s.",
 )
 # Keys of DeepSpeed that change how weights are gathered.
 OTHER_GATHERING_KEYS = ("stage3_use_all_reduce_for_fetch_params", "zero_quantized_weights")
@@ -75,6 +76,7 @@ LEAF_PASSES = declare(
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._leaf_module_hooks",
         "torch.utils.hooks:RemovableHandle.hooks_dict_ref",
     ),
+    unmeasured="Without it such a task fails, so there is nothing to compare.",
 )
 
 

@@ -34,7 +34,7 @@ SIXTEEN_BIT_GRADIENTS = declare(
         f"{STAGE_3_OPTIMIZER}.contiguous_gradients",
         f"{STAGE_3_OPTIMIZER}.all2all_process_group",
     ),
-    measurement="../explanation/our-own-code.md",
+    measurement="320.5 ms and 35.2 GiB a step, without it 328.8 ms and 36.1 GiB: 1B, 4 x 4,096 tokens, two H100s.",
 )
 STEP = declare(
     __name__,
@@ -42,7 +42,7 @@ STEP = declare(
     library="deepspeed",
     versions=">=0.19.8,<0.20",
     purpose="Replaces the gradient norm, shares master weights with shards, and frees small weights earlier",
-    without="A step then takes longer, and needs 4 more bytes for each element of the rank's shard.",
+    without="A step then needs 4 more bytes for each element of the rank's shard.",
     alternative="None.",
     apis=tuple(
         f"{STAGE_3_OPTIMIZER}.{name}"
@@ -58,7 +58,7 @@ STEP = declare(
             "offload_optimizer",
         )
     ),
-    measurement="../explanation/our-own-code.md",
+    measurement="303.1 ms and 32.4 GiB a step, without it 298.7 ms and 34.7 GiB: 1B, 4 x 4,096 tokens, two H100s.",
 )
 UNREAD_NORM = declare(
     __name__,
@@ -70,7 +70,8 @@ UNREAD_NORM = declare(
     alternative="None: DeepSpeed skips each step that is not finite, and must read the norm to know.",
     apis=(f"{STAGE_3_OPTIMIZER}.step", f"{STAGE_3_MODULE}:is_invalid_grad_norm"),
     also=has_changed({f"{STAGE_3_OPTIMIZER}.step": "de68804aaea1"}),
-    measurement="../explanation/performance.md",
+    measurement="281.6 ms a step, without it 298.2 ms, 32.4 GiB both times: 1B, 4 x 4,096 tokens, two H200s. 0.6B, 8 "
+    "rows: 368.6 ms, without it 402.1 ms, 47.5 GiB both times.",
 )
 Average = Callable[[list[Any], torch.dtype], list[Tensor]]
 

@@ -38,7 +38,7 @@ SMALL_WEIGHTS = declare(
         *(f"{WEIGHTS}.{name}" for name in ("ds_tensor", "ds_status", "ds_numel", "ds_shape", "ds_process_group")),
     ),
     also=has_changed({f"{STAGE_3_OPTIMIZER}._post_step": "fdb2946cdf23"}),
-    measurement="../explanation/performance.md",
+    measurement="303.1 ms a step, without it 309.8 ms, 32.4 GiB both times: 1B, 4 x 4,096 tokens, two H100s.",
 )
 GRADIENT_BUFFER = declare(
     __name__,
@@ -65,7 +65,8 @@ GRADIENT_BUFFER = declare(
             f"{STAGE_3_OPTIMIZER}._reassign_or_swap_out_partitioned_parameters": "a5f5c6f2eedd",
         }
     ),
-    measurement="../explanation/performance.md",
+    measurement="303.1 ms a step, without it 296.0 ms, 32.4 GiB both times: 1B, 4 x 4,096 tokens, two H100s. This "
+    "patch and five others together: 388.7 ms a step of 0.6B, 438.4 ms without them.",
 )
 GRADIENT_MEMORY = declare(
     __name__,
@@ -81,7 +82,7 @@ GRADIENT_MEMORY = declare(
         f"{STAGE_3_OPTIMIZER}.{PARTITIONS}",
         f"{WEIGHTS}.partition_numel",
     ),
-    measurement="../explanation/performance.md",
+    measurement="303.1 ms and 32.4 GiB a step, without it 298.5 ms and 34.7 GiB: 1B, 4 x 4,096 tokens, two H100s.",
 )
 STREAM_WAITS = declare(
     __name__,
@@ -96,7 +97,9 @@ STREAM_WAITS = declare(
         f"{STAGE_3_OPTIMIZER}.independent_gradient_partition_epilogue",
     ),
     also=has_changed({f"{STAGE_3_OPTIMIZER}.independent_gradient_partition_epilogue": "dbac78c41d55"}),
-    measurement="../explanation/performance.md",
+    measurement="303.1 ms a step, without it 301.0 ms, 32.4 GiB both times: 1B, 4 x 4,096 tokens, two H100s. Lines "
+    "with the same patches differ as much. This patch and five others together: 388.7 ms a step of 0.6B, 438.4 ms "
+    "without them.",
 )
 
 

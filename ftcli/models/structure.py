@@ -24,6 +24,8 @@ LAYERS = declare(
     without="Layers are then not compiled, and ZeRO-3 gathers the modules inside a layer one by one.",
     alternative="None: Accelerate reads the same attribute.",
     apis=("transformers:PreTrainedModel._no_split_modules",),
+    unmeasured="Without it, layers are not compiled, so a step takes what it takes without "
+    "[compiled-layers](#compiled-layers). What ZeRO-3 loses besides was not measured.",
 )
 
 

@@ -21,6 +21,7 @@ FORK_SERVER = declare(
         "multiprocessing.forkserver:ForkServer._preload_modules",
         "multiprocessing.forkserver:ForkServer._stop",
     ),
+    unmeasured="Tests use it, and no run does.",
 )
 
 FREEZER = "ftcli.runtime.frozen_imports"

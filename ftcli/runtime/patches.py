@@ -50,6 +50,7 @@ class Patch:
     newer_apis: tuple[str, ...] = ()
     required: bool = False
     measurement: str = ""
+    unmeasured: str = ""
     also: Callable[[], str | None] | None = None
 
     @property
@@ -127,9 +128,10 @@ def declare(
     newer_apis: tuple[str, ...] = (),
     required: bool = False,
     measurement: str = "",
+    unmeasured: str = "",
     also: Callable[[], str | None] | None = None,
 ) -> Patch:
-    """Add a patch to the registry and return it.
+    """Add a patch to the registry and return it. An optional patch needs a measurement, or a reason why it has none.
 
     Args:
         module: The module that uses the patch, `__name__`.
@@ -142,14 +144,28 @@ def declare(
         apis: The private names in use (see `Patch`).
         newer_apis: Private names that only some of the tested versions have.
         required: Whether a missing name is an error and not a slower run.
-        measurement: Where the gain was measured, as a link from docs/reference.
+        measurement: What a run takes with and without the patch, on which cell. Each time and size is in
+            docs/explanation/performance.md, or on a page that the text links to (Markdown, from docs/reference).
+        unmeasured: Why there is no such measurement, in Markdown.
         also: A further check, which returns a problem as text or None.
 
     Raises:
         ValueError: Another module has declared a patch of this name.
     """
     patch = Patch(
-        name, module, library, versions, purpose, without, alternative, apis, newer_apis, required, measurement, also
+        name=name,
+        module=module,
+        library=library,
+        versions=versions,
+        purpose=purpose,
+        without=without,
+        alternative=alternative,
+        apis=apis,
+        newer_apis=newer_apis,
+        required=required,
+        measurement=measurement,
+        unmeasured=unmeasured,
+        also=also,
     )
     if (other := REGISTRY.get(name)) is not None and other.module != module:
         raise ValueError(f"{module} declares the patch {name}, which {other.module} has declared")

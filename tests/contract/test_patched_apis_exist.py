@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ftcli"
 # Documented names of the standard library that begin with an underscore.
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
+FIGURE = re.compile(r"(\d[\d,.]*) (?:ms|s|GiB)\b")
 READERS = {"getattr", "setattr", "hasattr", "delattr"}
 
 
@@ -73,6 +75,26 @@ def test_dependencies_with_patches_have_the_upper_bound_of_their_patches() -> No
     bounds = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
     bounded = [patch for patch in PATCHES if patch.library in ("accelerate", "deepspeed", "transformers")]
     assert [patch.name for patch in bounded if SpecifierSet(patch.versions) != bounds[patch.library]] == []
+
+
+@pytest.mark.parametrize("patch", [patch for patch in PATCHES if not patch.required], ids=lambda patch: patch.name)
+def test_optional_patch_has_a_figure_or_the_reason_why_it_has_none(patch: Patch) -> None:
+    assert bool(FIGURE.search(patch.measurement)) != bool(patch.unmeasured)
+    assert not (patch.measurement and patch.unmeasured)
+
+
+def recorded_figures(patch: Patch) -> set[str]:
+    """Return the numbers of the lines of performance.md with the name of a patch, and of pages that it links to."""
+    record = (ROOT / "docs" / "explanation" / "performance.md").read_text(encoding="utf-8")
+    texts = [line for line in record.splitlines() if f"| `{patch.name}`" in line or f", `{patch.name}`" in line]
+    links = re.findall(r"\]\((\.\.[^)#]+)", patch.measurement)
+    texts += [(ROOT / "docs" / "reference" / link).read_text(encoding="utf-8") for link in links]
+    return set(re.findall(r"\d[\d,]*(?:\.\d+)?", " ".join(texts)))
+
+
+@pytest.mark.parametrize("patch", [patch for patch in PATCHES if patch.measurement], ids=lambda patch: patch.name)
+def test_figures_of_a_patch_are_recorded(patch: Patch) -> None:
+    assert set(FIGURE.findall(patch.measurement)) - recorded_figures(patch) == set()
 
 
 def declared_names(module: ModuleType) -> set[str]:

@@ -208,7 +208,8 @@ TEMPLATES = declare(
     without="Every conversation is then rendered by its template, which takes longer, with the same tokens.",
     alternative="A separate jinja2 environment, which would have to follow every change in transformers.",
     apis=("transformers.utils.chat_template_utils:_compile_jinja_template",),
-    measurement="../explanation/our-own-code.md",
+    measurement="Preparing 700 chats takes [0.33 s](../explanation/our-own-code.md#template-tracing) of processor "
+    "time, without it 0.52 s. A step does not depend on it.",
 )
 HOLE = "\0"  # marks a slot in the output of a template
 

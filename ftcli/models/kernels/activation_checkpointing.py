@@ -36,6 +36,8 @@ SCHEMAS = declare(
     alternative="None: operations have no public schema.",
     apis=("torch._ops:OpOverload._schema",),
     newer_apis=("torch:_scaled_mm", "torch:_grouped_mm"),
+    measurement="269.1 ms and 27.3 GiB a step, without it 277.8 ms and 26.3 GiB: 1B, 4 rows of 4,096 tokens, "
+    "`bf16_pure`, selective recomputation, one H100.",
 )
 
 

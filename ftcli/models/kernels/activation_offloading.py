@@ -28,6 +28,8 @@ VIEWS = declare(
     without="Such views are then copied to the host and back, with the same result.",
     alternative="None: `Tensor._base` has no public name.",
     apis=("torch:Tensor._base",),
+    measurement="308.6 ms a step, without it 312.5 ms, 15.3 GiB both times: 1B, 4 rows of 4,096 tokens, `bf16_pure`, "
+    "recomputed layers with their inputs in host memory, one H100.",
 )
 MIN_OFFLOAD_BYTES = 2**16  # a smaller tensor is not worth a copy to the host
 

@@ -26,13 +26,14 @@ LORA_FORWARD = declare(
     library="peft",
     versions=">=0.19,<0.22",
     purpose="Multiplies the small tensor inside a LoRA layer by its scaling, instead of the layer's output",
-    without="A recomputed layer then needs a fifth more memory in its backward pass, with the same result.",
+    without="A recomputed layer then needs a quarter more memory in its backward pass, with the same result.",
     alternative="None: peft has no option for the place of the multiplication.",
     apis=(
         *(f"peft.tuners.lora.layer:LoraLayer.{name}" for name in ("lora_variant", "_cast_input_dtype", "scaling")),
         "peft.tuners.lora.layer:Linear.forward",
     ),
-    measurement="../explanation/kernels.md",
+    measurement="2835.1 ms and 23.3 GiB a step, without it 2868.4 ms and 25.0 GiB: LoRA of 8B, 8 recomputed rows of "
+    "4,096 tokens, one H200. One row of QLoRA: 435.5 ms and 6.0 GiB, without it 430.2 ms and 6.2 GiB.",
 )
 
 

@@ -78,7 +78,8 @@ COMPILING = declare(
         "torch._dynamo.config:nested_graph_breaks",
         "torch._inductor.config:triton.mix_order_reduction_non_strict_mode",
     ),
-    measurement="../explanation/kernels.md",
+    measurement="249.6 ms and 31.9 GiB a step, without it 328.0 ms and 39.9 GiB: 1B, 4 rows of 4,096 tokens, "
+    "`bf16_pure`, one H100.",
 )
 CHECKPOINTS = declare(
     __name__,
@@ -91,7 +92,8 @@ CHECKPOINTS = declare(
     apis=("transformers.modeling_utils:PreTrainedModel._set_gradient_checkpointing._gradient_checkpointing_func",),
     newer_apis=("transformers.modeling_layers:GradientCheckpointingLayer._can_checkpoint_with_cache",),
     also=checkpointing_problem,
-    measurement="../explanation/kernels.md",
+    measurement="315.9 ms and 15.3 GiB a step, without it 402.9 ms and 16.1 GiB: 1B, 4 rows of 4,096 tokens, "
+    "`bf16_pure`, full recomputation, one H100.",
 )
 
 

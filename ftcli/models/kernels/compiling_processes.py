@@ -13,7 +13,8 @@ COMPILING_PROCESSES = declare(
     without="They start with the first graph, and until they are ready kernels are compiled one after the other.",
     alternative="None: torch.compile starts them itself, when it compiles its first graph.",
     apis=("torch._inductor.async_compile:maybe_warm_pool",),
-    measurement="../explanation/performance.md",
+    unmeasured="The earlier start of these processes was measured only "
+    "[together with other changes](../explanation/performance.md#two-h100s).",
 )
 
 

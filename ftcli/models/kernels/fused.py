@@ -28,7 +28,8 @@ DYNAMIC_MARKS = declare(
     without="The formulas then run uncompiled, with the same numbers.",
     alternative="`torch._dynamo.mark_dynamic`, which fails for tensors with one row.",
     apis=("torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:disable"),
-    measurement="../explanation/kernels.md",
+    measurement="249.6 ms and 31.9 GiB a step, without it 371.2 ms and 33.9 GiB: 1B, 4 rows of 4,096 tokens, "
+    "`bf16_pure`, one H100.",
 )
 # Without the first option, a first call with few rows would split sums over several kernels for all later calls. One
 # kernel does not need a pool of compiler processes on every rank.

@@ -35,7 +35,8 @@ LIGER = declare(
     without="These parts of a model then use transformers' implementation, with more memory traffic.",
     alternative="Liger's `_apply_liger_kernel_to_instance`, which is private too and changes the loss.",
     apis=tuple(f"{FUNCTIONS}:{name}" for name in ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope")),
-    measurement="../explanation/kernels.md",
+    measurement="259.0 ms and 32.3 GiB a step, without it 324.3 ms and 40.4 GiB: 1B, 4 rows of 4,096 tokens, "
+    "`bf16_pure`, layers not compiled, one H100. The difference includes that of [liger-rotary](#liger-rotary).",
 )
 ROTARY = declare(
     __name__,
@@ -46,7 +47,8 @@ ROTARY = declare(
     without="Rotary positions then use transformers' implementation.",
     alternative="None: attention looks the function up in its own file.",
     apis=("transformers.models.llama.modeling_llama:apply_rotary_pos_emb.unsqueeze_dim",),
-    measurement="../explanation/kernels.md",
+    measurement="259.0 ms a step, without it 278.2 ms, 32.3 GiB both times: 1B, 4 rows of 4,096 tokens, `bf16_pure`, "
+    "layers not compiled, one H100.",
 )
 GATES = {"SiLUActivation": "liger_swiglu", "SiLU": "liger_swiglu", "GELUTanh": "liger_geglu"}
 

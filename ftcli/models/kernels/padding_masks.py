@@ -45,7 +45,9 @@ MASKS = declare(
         "transformers.masking_utils:sdpa_mask.allow_is_causal_skip",
         "transformers.masking_utils:sdpa_mask.allow_is_bidirectional_skip",
     ),
-    measurement="../explanation/kernels.md",
+    measurement="15.1 ms a step, without it 14.1 ms, 3.6 GiB both times: BERT-base, 32 rows of up to 128 tokens, CUDA "
+    "graphs, one H100. Graphs do not wait for the host. On a CPU, "
+    "[1,127 ms](../explanation/our-own-code.md#padding-masks) a step of a small Llama shape, without it 1,193 ms.",
 )
 
 

@@ -54,7 +54,8 @@ FOUR_BITS = declare(
             f"{LAYER}.forward": "d52cf6345771",
         }
     ),
-    measurement="../explanation/kernels.md",
+    measurement="2663.4 ms a step, without it 2829.3 ms, 12.7 GiB both times: QLoRA of 8B, 8 recomputed rows of 4,096 "
+    "tokens, one H200.",
 )
 NESTED_BLOCK = 256  # weights of a block of quantised scales, the only number that bitsandbytes multiplies with
 

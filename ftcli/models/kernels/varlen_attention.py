@@ -53,7 +53,9 @@ FLASH_ATTENTION = declare(
             )
         ),
     ),
-    measurement="../explanation/kernels.md",
+    measurement="241.9 ms a step, without it 258.9 ms, 38.2 GiB both times: flash-attn 4, 1B, 4 rows of 4,096 tokens, "
+    "one H200. The second line has `attn_implementation: sdpa`, which chooses the same attention as a run without "
+    "the patch.",
 )
 
 

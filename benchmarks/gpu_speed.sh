@@ -28,7 +28,10 @@ steps=(--steps 25 --warm 5)
 [ -n "${QUICK:-}" ] && steps=(--steps 13 --warm 3)
 flash=(--set attn_implementation=flash_attention_4 --label flash-attn-4)
 plain=(--peer ftcli --set model.torch_compile=true --label "no extras")
-best=(--peer ftcli --set model.torch_compile=true --label extras)
+label=extras # of lines with the packages of EXTRAS; it says so if flash-attn is not among them
+PYTHONPATH="$PYTHONPATH:$extras" python3 -c "from importlib.util import find_spec; exit(not find_spec('flash_attn'))" ||
+    label+=", no flash-attn"
+best=(--peer ftcli --set model.torch_compile=true --label "$label")
 mkdir -p "$work" "$results"
 lanes=$(mktemp -d)
 
@@ -78,8 +81,8 @@ fsdp() {
     more 8b_fsdp_ftcli 200 "${at[@]}" "${best[@]}"
     more 8b_fsdp_trl 200 "${at[@]}" --peer trl
     more 8b_fsdp_titan 200 "${at[@]}" --peer torchtitan
-    more 8b_fsdp_fp8 200 "${at[@]}" "${best[@]}" --label fp8 --set precision=fp8 # its curve is compared with that of bf16
-    more 8b_fsdp_fp8_where 150 "${at[@]}" "${best[@]}" --label fp8 --set precision=fp8 --steps 10 --warm 3 \
+    more 8b_fsdp_fp8 200 "${at[@]}" "${best[@]}" --label "${label/extras/fp8}" --set precision=fp8 # its curve is compared with that of bf16
+    more 8b_fsdp_fp8_where 150 "${at[@]}" "${best[@]}" --label "${label/extras/fp8}" --set precision=fp8 --steps 10 --warm 3 \
         --trace "$results/where-fp8.txt"
     more 8b_fsdp_where 150 "${at[@]}" "${best[@]}" --steps 10 --warm 3 --trace "$results/where-fsdp.txt"
 }
@@ -156,8 +159,8 @@ two_lora() { # adapters of 8B on one GPU and two, without flash-attn
         --set attn_implementation=varlen --set use_liger_kernel=false
     more lora_fsdp 200 "${at[@]}" --profile fsdp --processes 2 "${best[@]}"
     more lora_fsdp_sharded 150 "${at[@]}" --profile fsdp --processes 2 "${best[@]}" \
-        --label "extras, frozen weights sharded" --set model.shard_frozen=true
-    more lora_fsdp_again 150 "${at[@]}" --profile fsdp --processes 2 "${best[@]}" --label "extras, second start" --steps 8
+        --label "$label, frozen weights sharded" --set model.shard_frozen=true
+    more lora_fsdp_again 150 "${at[@]}" --profile fsdp --processes 2 "${best[@]}" --label "$label, second start" --steps 8
     more lora_zero3 200 "${at[@]}" --profile zero3 --processes 2 "${best[@]}"
     more qlora_ddp 150 "${at[@]}" --four-bit --profile ddp --processes 2 "${best[@]}"
     more qlora_fsdp 150 "${at[@]}" --four-bit --profile fsdp --processes 2 "${best[@]}"

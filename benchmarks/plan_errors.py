@@ -24,7 +24,7 @@ HOME = Path(__file__).resolve().parent
 sys.path[:0] = [str(HOME), str(HOME.parent)]
 
 from cells.cell import PAIRS  # noqa: E402
-from cells.curves import log_of  # noqa: E402
+from cells.curves import gpu_of, log_of  # noqa: E402
 from cells.shapes import configuration  # noqa: E402
 
 from ftcli.config.plan import derive_plan  # noqa: E402
@@ -233,12 +233,12 @@ def compare(number: int, line: dict[str, Any]) -> Compared:
 
 def table(compared: list[Compared]) -> list[str]:
     """Return the errors of all lines as Markdown, and a summary."""
-    head = "| line | cell | label | GiB measured | planned | error | ms measured | planned | error |"
-    rows = [head, "|---" * 9 + "|"]
+    head = "| line | cell | GPU | label | GiB measured | planned | error | ms measured | planned | error |"
+    rows = [head, "|---" * 10 + "|"]
     for one in compared:
         memory, time = one.errors
         gib, step = one.line["peak allocated GiB"], one.line["step p50"]
-        cells = [str(one.number), name_of(one.line), one.line["label"]]
+        cells = [str(one.number), name_of(one.line), gpu_of(one.line), one.line["label"]]
         cells += [f"{gib:.1f}", f"{one.memory:.1f}", f"{memory:+.1%}"]
         cells += [f"{1000 * step:.0f}", f"{1000 * one.time.total:.0f}", f"{time:+.1%}"]
         rows.append(f"| {' | '.join(cells)} |")

@@ -24,6 +24,11 @@ def log_of(line: dict[str, Any]) -> str:
     return " ".join(line["told"]["facts"] if "told" in line else line["details"]["log_lines"])
 
 
+def gpu_of(line: dict[str, Any]) -> str:
+    """Return the short name of a line's GPU, such as H200."""
+    return str(line["device"]).removeprefix("NVIDIA ").split()[0]
+
+
 def apart(line: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
     """Return the largest relative differences of losses and gradient norms of two lines of one cell."""
     return {

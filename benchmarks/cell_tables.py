@@ -6,9 +6,9 @@ r"""Write the speed tables and plots from the lines that cell.py wrote.
 Prints Markdown: the goals with their results, a table for each cell, the ladder, and the patches. The ladder has lines
 of ftcli with the label `ladder`, which differ in one setting. Patches are lines with the label `patches`: each leaves
 out one optional patch of other libraries, and is compared with the line that has all of them. `--tables` writes this
-text between the two marks of a file. `--readme` writes the summary: ftcli's fastest line of each cell, and the goals.
-`--plots` (needs matplotlib: pip install 'ftcli[notebook]') draws each cell: speeds as bars, and the losses of all peers
-in one plot.
+text between the two marks of a file. `--readme` writes the summary: a line of ftcli for each cell and kind of GPU, and
+the goals. A ratio needs two lines of one run on one kind of GPU. `--plots` (needs matplotlib: pip install
+'ftcli[notebook]') draws each cell: speeds as bars, and the losses of all peers in one plot.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ import json
 import re
 import sys
 import textwrap
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from cells.curves import REFERENCES, judged, read  # noqa: E402
-from cells.goals import EXTRAS, PLAIN, RUN, SPEED, judge  # noqa: E402
+from cells.curves import REFERENCES, apart, gpu_of, judged, read, within  # noqa: E402
+from cells.goals import COMPARED, EXTRAS, PLAIN, RUN, SPEED, judge, nearest  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
 LONG = 200  # steps of a long run
 PATCHES = "patches"  # label of lines that leave out a patch, and of lines that are measured for comparison with them
 LADDERS = {"ladder": PLAIN, "ladder, extras": EXTRAS}  # label of lines that differ in one setting -> their base line
 SPEEDS = ["tokens/s a GPU", "trained", "rows/s a GPU", "of the reference", "MFU"]
-HEAD = ["", *SPEEDS, "step p50 (p95), ms", "GiB", "first step, s", "curve"]
+HEAD = ["", "GPU", "flash-attn 4", *SPEEDS, "step p50 (p95), ms", "GiB", "first step, s", "curve"]
 
 
 def cells_of(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the newest line of each peer, label and settings, by cell, in the order of their first lines.
+    """Return the newest line of each peer, label, settings and kind of GPU, by cell, in the order of their first lines.
 
     Titles do not contain the learning rate. If cells differ only in the learning rate, the newest cell is returned.
     Long runs are a cell of their own. Lines that are traced, or from which a patch is left out, are in no cell.
     """
     lines = [line for line in lines if not line["traced"] and not line.get("without")]
-    cells: dict[str, dict[str, dict[str, Any]]] = {}
+    cells: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
     for line in lines:
-        cells.setdefault(key_of(line), {})[name_of(line)] = line
+        cells.setdefault(key_of(line), {})[name_of(line), line["device"]] = line
     shown = {title_of(line): key_of(line) for line in lines}
     return [list(named.values()) for key, named in cells.items() if key in shown.values()]
 
@@ -100,9 +101,14 @@ def name_of(line: dict[str, Any]) -> str:
     return f"{line['peer']} ({variant})" if variant else str(line["peer"])
 
 
+def has_flash(line: dict[str, Any]) -> str:
+    """Return "yes" if attention was computed by flash-attn 4, by the settings and the log of the line."""
+    return "yes" if "flash_attention_4" in json.dumps([line["settings"], line.get("details")]) else "no"
+
+
 def label_of(line: dict[str, Any]) -> str:
     """Return the name of a line for a plot, on several lines if it is long."""
-    return textwrap.fill(name_of(line), 32, break_long_words=False)
+    return textwrap.fill(f"{name_of(line)}, {gpu_of(line)}", 32, break_long_words=False)
 
 
 def title_of(line: dict[str, Any]) -> str:
@@ -115,20 +121,54 @@ def title_of(line: dict[str, Any]) -> str:
     return f"{subject}{lora}, {line['precision']}, {line['profile']} x{line['processes']}, {rows}{steps}"
 
 
-def table(cell: list[dict[str, Any]]) -> list[str]:
-    """Return the table of a cell, fastest line first. A dash marks a missing value, or a ratio that does not count."""
-    reference = next((line for line in cell if line["peer"] in REFERENCES), None)
+def counted(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines with which others may be compared: untraced, with all patches, and not spoiled."""
+    return [line for line in lines if not line["traced"] and not line.get("without") and "spoiled" not in line]
+
+
+def reference_of(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the line of the cell's reference in the same run and on the same kind of GPU; None without one.
+
+    A reference without settings is preferred.
+    """
+    same = [other for other in counted(lines) if other["peer"] in REFERENCES and key_of(other) == key_of(line)]
+    return nearest(line, [other for other in same if not other["settings"]]) or nearest(line, same)
+
+
+def curve_of(line: dict[str, Any], lines: list[dict[str, Any]]) -> str:
+    """Return how far losses and gradient norms are from those of the reference.
+
+    Where no reference has the same number of steps, the nearest line of another program in the same run is used.
+    """
+    other, differences, name = None, line.get("apart"), ""
+    if differences is None and line["peer"] in REFERENCES:
+        return "reference"
+    if differences is None and line["peer"] in COMPARED:
+        same = [one for one in counted(lines) if one["peer"] in COMPARED and one["peer"] != line["peer"]]
+        other = nearest(line, [one for one in same if (one["cell"], one["steps"]) == (line["cell"], line["steps"])])
+    if other is not None:
+        differences, name = apart(line, other), f" from {other['peer']}"
+    if differences is None:
+        return "-"
+    verdict = "" if within(differences) else " **differs**"
+    return f"{differences['losses']:.0e}, {differences['grad norms']:.0e}{name}{verdict}"
+
+
+def table(cell: list[dict[str, Any]], lines: list[dict[str, Any]]) -> list[str]:
+    """Return the table of a cell, fastest line first. A dash marks a missing value, or a ratio that does not count.
+
+    Ratios are to the reference among all `lines` that was measured in the same run.
+    """
     rows = [HEAD, ["---"] * len(HEAD)]
     for line in sorted(without_ladder(cell), key=lambda line: -line[SPEED]):
-        apart = line.get("apart")
-        curve = "reference" if line is reference and apart is None else "-"
-        if apart is not None:
-            curve = f"{apart['losses']:.0e}, {apart['grad norms']:.0e}" + ("" if line["agrees"] else " **differs**")
-        curve += f"; **spoiled**: {line['spoiled']}" if "spoiled" in line else ""
-        counts = reference is not None and (line is reference or line.get("agrees", False)) and "spoiled" not in line
+        reference = reference_of(line, lines)
+        counts = (line is reference or line.get("agrees", False)) and "spoiled" not in line
+        spoiled = f"; **spoiled**: {line['spoiled']}" if "spoiled" in line else ""
         rows.append(
             [
                 name_of(line),
+                gpu_of(line),
+                has_flash(line),
                 f"{line[SPEED]:,.0f}",
                 f"{line['trained tokens a second a GPU']:,.0f}",
                 f"{line['rows a second a GPU']:,.1f}",
@@ -137,28 +177,32 @@ def table(cell: list[dict[str, Any]]) -> list[str]:
                 f"{1000 * line['step p50']:.1f} ({1000 * line['step p95']:.1f})",
                 f"{line['peak allocated GiB']:.1f}",
                 f"{line['first step']:.0f}",
-                curve,
+                curve_of(line, lines) + spoiled,
             ]
         )
-    return [f"**{title_of(cell[0])}** on {cell[0]['device']}", "", *markdown(rows), ""]
+    return [f"**{title_of(cell[0])}**", "", *markdown(rows), ""]
 
 
-def ladder(cells: list[list[dict[str, Any]]]) -> list[str]:
-    """Return the effect of single settings on speed and memory, relative to the base line of the cell."""
+def ladder(cells: list[list[dict[str, Any]]], lines: list[dict[str, Any]]) -> list[str]:
+    """Return the effect of single settings on speed and memory, relative to the base line of the cell and run."""
     rows = [["cell", "setting", "speed", "GiB", "curve"], ["---"] * 5]
-    for cell in cells:
-        for line in cell:
-            side = LADDERS.get(line["label"])
-            base = next((other for other in cell if (other["peer"], other["label"]) == side), None)
-            if base is None:
-                continue
-            difference = max(abs(a / b - 1) for a, b in zip(line["losses"], base["losses"], strict=False))
-            speed = f"{100 * (line[SPEED] / base[SPEED] - 1):+.1f} %"
-            memory = f"{line['peak allocated GiB'] - base['peak allocated GiB']:+.1f}"
-            setting = " ".join(f"`{setting}`" for setting in line["settings"] if setting != "model.torch_compile=true")
-            rows.append([f"{title_of(line)}; {base['label']}", setting, speed, memory, f"{difference:.0e}"])
+    for line in (line for cell in cells for line in cell if line["label"] in LADDERS):
+        side = LADDERS[line["label"]]
+        same = [one for one in counted(lines) if (one["peer"], one["label"]) == side and key_of(one) == key_of(line)]
+        if (base := nearest(line, same)) is None:
+            continue
+        difference = max(abs(a / b - 1) for a, b in zip(line["losses"], base["losses"], strict=False))
+        speed = f"{100 * (line[SPEED] / base[SPEED] - 1):+.1f} %"
+        memory = f"{line['peak allocated GiB'] - base['peak allocated GiB']:+.1f}"
+        setting = " ".join(f"`{setting}`" for setting in line["settings"] if setting != "model.torch_compile=true")
+        rows.append([f"{title_of(line)}; {base['label']}", setting, speed, memory, f"{difference:.0e}"])
     return (
-        ["**Each setting alone**, relative to ftcli's line of the cell without or with extras", "", *markdown(rows), ""]
+        [
+            "**Each setting alone**, relative to ftcli's line of the same run without or with extras",
+            "",
+            *markdown(rows),
+            "",
+        ]
         if rows[2:]
         else []
     )
@@ -173,27 +217,42 @@ def goals(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def summary(cells: list[list[dict[str, Any]]]) -> list[str]:
-    """Return one table with ftcli's fastest line of each cell.
+    """Return one table with a line of ftcli for each cell and kind of GPU: the fastest of its newest lines.
 
     Lines that are spoiled, that differ from the reference's curve, or that train in fp8 are left out.
     """
-    rows = [["cell", "tokens/s per GPU", "MFU", "median step, ms", "GiB", "first step, s"], ["---"] * 6]
+    head = [
+        "cell",
+        "GPU",
+        "flash-attn 4",
+        "label",
+        "tokens/s per GPU",
+        "MFU",
+        "median step, ms",
+        "GiB",
+        "first step, s",
+    ]
+    rows = [head, ["---"] * len(head)]
     for cell in cells:
-        ours = [line for line in without_ladder(cell) if line["peer"] == "ftcli"]
-        ours = [line for line in ours if "precision=fp8" not in line["settings"]]
-        if not (counted := [line for line in ours if "spoiled" not in line and line.get("agrees", True)]):
-            continue
-        line = max(counted, key=lambda line: float(line[SPEED]))
-        rows.append(
-            [
-                title_of(line),
-                f"{line[SPEED]:,.0f}",
-                share_of_peak(line),
-                f"{1000 * line['step p50']:.0f}",
-                f"{line['peak allocated GiB']:.1f}",
-                f"{line['first step']:.0f}",
-            ]
-        )
+        ours = [line for line in without_ladder(cell) if line["peer"] == "ftcli" and "spoiled" not in line]
+        ours = [line for line in ours if "precision=fp8" not in line["settings"] and line.get("agrees", True)]
+        slowest_first = sorted(ours, key=lambda line: float(line[SPEED]))
+        fastest = {gpu_of(line): line for line in slowest_first}
+        for _, line in sorted(fastest.items(), reverse=True):
+            rows.append(
+                [
+                    title_of(line),
+                    gpu_of(line),
+                    has_flash(line),
+                    line["label"],
+                    f"{line[SPEED]:,.0f}",
+                    share_of_peak(line),
+                    f"{1000 * line['step p50']:.0f}",
+                    f"{line['peak allocated GiB']:.1f}",
+                    f"{line['first step']:.0f}",
+                    datetime.fromtimestamp(line["time"], UTC).date().isoformat(),
+                ]
+            )
     return [*markdown(rows), ""]
 
 
@@ -270,7 +329,7 @@ def main() -> None:
     cells = cells_of(lines)
     left_out = patches(every)
     plots = [] if arguments.plots is None else draw(cells, arguments.plots)
-    parts = [*goals(lines), *(row for cell in cells for row in table(cell)), *ladder(cells)]
+    parts = [*goals(lines), *(row for cell in cells for row in table(cell, lines)), *ladder(cells, lines)]
     parts += [*left_out, *plots, *versions(lines)]
     text = "\n".join(parts)
     print(text)

@@ -140,7 +140,26 @@ def test_as_pairs_divides_prompt_and_answers_and_sorts_the_pairs_of_a_step(tmp_p
 def line(peer: str, speed: float, precision: str = "bf16_pure", **fields: object) -> dict:
     cell = Cell(peer=peer, shape="llama-3.2-1b", length=4096, micro_size=4, task="pretrain", precision=precision)
     values = vars(cell) | {"cell": cell.key, goals.SPEED: speed, "losses": [4.0, 2.0], "grad norms": [1.0, 1.0]}
-    return values | {"time": 0.0} | fields
+    return values | {"time": 0.0, "device": "NVIDIA H200"} | fields
+
+
+MEASURED = {
+    "MFU": 0.5,
+    "step p50": 0.25,
+    "step p95": 0.3,
+    "peak allocated GiB": 2.0,
+    "first step": 3.0,
+    "trained tokens a second a GPU": 1.0,
+    "rows a second a GPU": 1.0,
+}
+
+
+def rows_of_table(lines: list[dict]) -> list[dict[str, str]]:
+    """The rows of the first cell's table, by column."""
+    judged = curves.judged(lines)
+    cell, *_ = cell_tables.cells_of(judged)
+    rows = [row.strip("| ").split(" | ") for row in cell_tables.table(cell, judged)[4:-1]]
+    return [dict(zip(["name", *cell_tables.HEAD[1:]], row, strict=True)) for row in rows]
 
 
 def test_compare_agrees_within_the_tolerances_of_loss_and_norm() -> None:
@@ -229,8 +248,9 @@ def test_judge_compares_two_lines_of_ftcli_where_no_reference_was_measured() -> 
     assert ratio_and_verdict([fsdp, zero3], what) == (pytest.approx(0.98), "reached")
     other = zero3 | {"losses": [4.0, 3.0]}
     assert ratio_and_verdict([fsdp, other], what)[1] == "does not count: ftcli's curve differs from the reference"
-    longer = zero3 | {"steps": 99}
-    assert ratio_and_verdict([fsdp, longer], what)[1] == "does not count: no reference was measured"
+    for rows in ({"steps": 99}, {"processes": 4}):
+        verdict = ratio_and_verdict([fsdp, zero3 | rows], what)[1]
+        assert verdict == "does not count: no reference was measured"
 
 
 def test_judge_prefers_lines_of_one_run() -> None:
@@ -241,7 +261,9 @@ def test_judge_prefers_lines_of_one_run() -> None:
         ratio_and_verdict([trl, ours, faster], what) == ratio_and_verdict([faster, ours, trl], what) == (1.2, "reached")
     )
     assert ratio_and_verdict([trl, ours, faster, trl | {"time": later + 60.0}], what) == (1.3, "reached")
-    assert ratio_and_verdict([trl, faster], what) == (1.3, "reached; not measured in one run")
+    for other in (trl, trl | {"time": later, "device": "NVIDIA H100 80GB HBM3"}):
+        verdict = "does not count: not measured in one run on one kind of GPU"
+        assert ratio_and_verdict([other, faster], what) == (None, verdict)
 
 
 def test_judge_takes_the_nearest_line_of_the_other_program() -> None:
@@ -274,24 +296,83 @@ def test_ladder_compares_each_setting_with_the_base_line() -> None:
     memory = {"peak allocated GiB": 2.0}
     plain = line("ftcli", 100.0, label="no extras", **memory)
     rung = line("ftcli", 90.0, label="ladder", settings=["log.every_steps=1"], losses=[4.0, 2.02], **memory)
-    rows = cell_tables.ladder(cell_tables.cells_of([plain, rung]))
+    another_run = plain | {goals.SPEED: 30.0, "time": 10 * goals.RUN}
+    lines = [plain, rung, another_run]
+    rows = cell_tables.ladder(cell_tables.cells_of(lines), lines)
     assert rows[-2].endswith("| `log.every_steps=1` | -10.0 % | +0.0 | 1e-02 |")
+    rung["time"] = 5 * goals.RUN
+    assert cell_tables.ladder(cell_tables.cells_of(lines), lines) == []
 
 
-def test_summary_returns_the_fastest_counted_line_of_a_cell() -> None:
-    measured = {"MFU": 0.5, "step p50": 0.25, "peak allocated GiB": 2.0, "first step": 3.0}
+def test_table_has_a_ratio_only_within_one_run_and_device() -> None:
+    later, card = 10 * goals.RUN, "NVIDIA H100 80GB HBM3"
     lines = [
-        line("trl", 500.0, **measured),
-        line("ftcli", 100.0, label="no extras", agrees=True, **measured),
-        line("ftcli", 120.0, label="extras", agrees=True, **measured),
-        line("ftcli", 200.0, label="fp8", settings=["precision=fp8"], agrees=True, **measured),
-        line("ftcli", 210.0, label="extras", without="compiled-loss", agrees=True, **measured),
-        line("ftcli", 300.0, label="wrong", agrees=False, **measured),
-        line("ftcli", 400.0, label="slow machine", agrees=True, spoiled="another machine", **measured),
+        line("bare", 50.0, "bf16", time=0.0, **MEASURED),
+        line("ftcli", 60.0, "bf16", label="old", time=1.0, **MEASURED),
+        line("ftcli", 70.0, "bf16", label="alone", time=later, **MEASURED),
+        line("ftcli", 80.0, "bf16", label="card", time=1.0, device=card, **MEASURED),
     ]
-    (row,) = cell_tables.summary(cell_tables.cells_of(lines))[2:-1]
+    ratios = {row["name"]: row["of the reference"] for row in rows_of_table(lines)}
+    assert ratios == {"bare": "1.000", "ftcli (old)": "1.200", "ftcli (alone)": "-", "ftcli (card)": "-"}
+    again = line("bare", 40.0, "bf16", time=later, **MEASURED)
+    ratios = {row["name"]: row["of the reference"] for row in rows_of_table([*lines, again])}
+    assert ratios["ftcli (old)"] == "1.200" and ratios["ftcli (alone)"] == "1.750"
+
+
+def test_table_has_no_ratio_to_a_spoiled_reference() -> None:
+    reference = line("bare", 50.0, "bf16", spoiled="it rained", **MEASURED)
+    rows = rows_of_table([reference, line("ftcli", 60.0, "bf16", **MEASURED)])
+    assert [row["of the reference"] for row in rows] == ["-", "-"]
+    assert [row["curve"] for row in rows] == ["0e+00, 0e+00", "reference; **spoiled**: it rained"]
+
+
+def test_table_has_the_newest_line_of_each_device_and_its_attention() -> None:
+    card = {"device": "NVIDIA H100 80GB HBM3", "details": {"log_lines": ["attention: flash_attention_4"]}}
+    lines = [
+        line("ftcli", 90.0, "bf16", **MEASURED),
+        line("ftcli", 60.0, "bf16", **MEASURED, **card),
+        line("ftcli", 70.0, "bf16", **MEASURED),
+    ]
+    rows = [(row[cell_tables.SPEEDS[0]], row["GPU"], row["flash-attn 4"]) for row in rows_of_table(lines)]
+    assert rows == [("70", "H200", "no"), ("60", "H100", "yes")]
+
+
+def test_table_without_a_reference_has_the_distance_from_the_other_program() -> None:
+    far = {"losses": [4.0, 2.002], "grad norms": [1.0, 1.01]}
+    lines = [
+        line("ftcli", 90.0, "bf16", label="long", steps=30, **MEASURED),
+        line("ftcli", 80.0, "bf16", **MEASURED),
+        line("unsloth", 70.0, "bf16", **MEASURED | far),
+        line("trl-default", 60.0, "bf16", **MEASURED | far),
+    ]
+    assert [row["curve"] for row in rows_of_table(lines[:3])] == [
+        "-",
+        "1e-03, 1e-02 from unsloth",
+        "1e-03, 1e-02 from ftcli",
+    ]
+    assert [row["curve"] for row in rows_of_table(lines[1:2] + lines[3:])] == ["-", "-"]
+    lines[2]["losses"] = [4.0, 3.0]
+    assert rows_of_table(lines)[1]["curve"] == "3e-01, 1e-02 from unsloth **differs**"
+
+
+def test_summary_returns_the_fastest_counted_line_of_a_cell_and_device() -> None:
+    card = {"device": "NVIDIA H100 80GB HBM3", "time": 86400.0}
+    lines = [
+        line("trl", 500.0, **MEASURED),
+        line("ftcli", 100.0, label="no extras", agrees=True, **MEASURED),
+        line("ftcli", 120.0, label="extras", agrees=True, **MEASURED),
+        line("ftcli", 200.0, label="fp8", settings=["precision=fp8"], agrees=True, **MEASURED),
+        line("ftcli", 210.0, label="extras", without="compiled-loss", agrees=True, **MEASURED),
+        line("ftcli", 300.0, label="wrong", agrees=False, **MEASURED),
+        line("ftcli", 400.0, label="slow machine", agrees=True, spoiled="another machine", **MEASURED),
+        line("ftcli", 130.0, label="extras", agrees=True, **MEASURED | card),
+    ]
+    rows = cell_tables.summary(cell_tables.cells_of(lines))[2:-1]
     title = "llama-3.2-1b x4096, pretrain, bf16_pure, single x1, micro size 4"
-    assert row == f"| {title} | 120 | 50.0 % | 250 | 2.0 | 3 |"
+    assert rows == [
+        f"| {title} | H200 | no | extras | 120 | 50.0 % | 250 | 2.0 | 3 | 1970-01-01 |",
+        f"| {title} | H100 | no | extras | 130 | 50.0 % | 250 | 2.0 | 3 | 1970-01-02 |",
+    ]
 
 
 def test_cells_of_with_two_learning_rates_returns_the_newest_cell() -> None:

@@ -221,17 +221,8 @@ def summary(cells: list[list[dict[str, Any]]]) -> list[str]:
 
     Lines that are spoiled, that differ from the reference's curve, or that train in fp8 are left out.
     """
-    head = [
-        "cell",
-        "GPU",
-        "flash-attn 4",
-        "label",
-        "tokens/s per GPU",
-        "MFU",
-        "median step, ms",
-        "GiB",
-        "first step, s",
-    ]
+    head = ["cell", "GPU", "flash-attn 4", "label", "tokens/s per GPU", "MFU", "median step, ms", "GiB"]
+    head += ["first step, s", "day"]
     rows = [head, ["---"] * len(head)]
     for cell in cells:
         ours = [line for line in without_ladder(cell) if line["peer"] == "ftcli" and "spoiled" not in line]

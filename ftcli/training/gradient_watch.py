@@ -88,7 +88,7 @@ def check_gradients(run: Run, step: int) -> None:
     A new run is checked after step 20, or after its last step if it is shorter. A resumed run is checked after 20
     further steps. A run with a single update is not checked, because LoRA's A has no gradient before B has changed.
     Tensors that may rarely get a gradient are left out: those of modules in `EXPERT_MODULES` or in the task's `sparse`,
-    and embeddings of new tokens.
+    embeddings of new tokens, and the bias of a single score, which cancels where scores are only compared.
 
     Args:
         run: The run.
@@ -129,14 +129,15 @@ def rare_module_names(task: Any) -> set[str]:
 
 def _report_missing(run: Run, seen: set[str], steps: int) -> None:
     """Stop the run or warn if no process has seen a gradient of some tensors. A collective."""
-    names = list(run.hardware.trained_shapes(run.model))
+    shapes = run.hardware.trained_shapes(run.model)
+    names = list(shapes)
     counts = run.hardware.ranks.sum_later([int(name in seen) for name in names])()
     rare_modules = rare_module_names(run.task)
     model = run.hardware.unwrap(run.model)
     dead = [
         name
         for name, n in zip(names, counts, strict=True)
-        if not n and rare_modules.isdisjoint(name.split(".")) and not _is_rare(model, name)
+        if not n and rare_modules.isdisjoint(name.split(".")) and not _is_rare(model, name, shapes[name])
     ]
     if not dead:
         return
@@ -156,8 +157,10 @@ def _list_names(names: list[str]) -> str:
     return f"{', '.join(names[:MAX_TENSORS_NAMED])}{more}"
 
 
-def _is_rare(model: nn.Module, name: str) -> bool:
-    """Return whether a tensor holds the rows of new tokens of an embedding, not those of a head."""
+def _is_rare(model: nn.Module, name: str, shape: list[int]) -> bool:
+    """Return whether a tensor is the bias of a single score, or holds the rows of new tokens of an embedding."""
+    if name.endswith(".bias") and shape == [1]:
+        return True
     owner, separator, _ = name.partition(f".{NEW_ROWS}")
     return bool(separator) and isinstance(getattr(model.get_submodule(owner), "base_layer", None), torch.nn.Embedding)
 

@@ -116,8 +116,12 @@ def test_documents_of_a_model_with_another_head_are_refused(tmp_path: Path) -> N
         score_documents(model)
 
 
-def test_an_encoder_can_be_a_reward_model_of_padded_rows(inputs: Path) -> None:
-    given = of(inputs, "pairs", model={"name": str(inputs / "encoder"), "dropout": 0.0})
+@pytest.mark.parametrize("adapter", [{"type": "none"}, {"type": "lora", "r": 2}])
+def test_an_encoder_can_be_a_reward_model_of_padded_rows(adapter: dict[str, Any], inputs: Path) -> None:
+    """Its head has a bias, which cancels in the difference of two scores: the gradient may be exactly zero."""
+    model = {"name": str(inputs / "encoder"), "dropout": 0.0}
+    given = of(inputs, "pairs", model=model, adapter=adapter, batch={"global_size": 1}, train={"max_steps": 3})
     run = prepare(given, cpu=True)
     assert run.hardware.unwrap(run.model).config.num_labels == 1  # type: ignore[union-attr]
     assert "score" not in json.dumps(sorted(run.terms.terms))
+    train(run)

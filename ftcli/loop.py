@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def steps(run: Run) -> Iterator[Step]:
     """Train, and yield after each optimizer step. A collective: call it on all ranks, and leave it at the same step.
 
-    After a roll-back (`faults.non_finite: rollback`) the step numbers continue from the checkpoint. A second call of
-    `steps` continues after the last step. A run of `ftcli.prepare` with `output` writes metrics and status.
+    After a roll-back (`faults.non_finite: rollback`) step numbers continue from the checkpoint. A second call continues
+    after the last step. With an `output`, metrics and status are written. A step with `stop` is the last one.
 
     Args:
         run: A run from `ftcli.prepare`.
@@ -114,7 +114,7 @@ def _train_until_undone(run: Run, turn: int) -> Iterator[Step]:
             run.record.step(step)
         yield step
         run.progress.check_loop(turn)
-        if run.guard.must_roll_back:  # the caller may have checked the step
+        if run.guard.must_roll_back or step.stop:  # the caller may have checked the step, and saved it
             break
         run.hardware.train(model)  # the caller may have evaluated
     if window is not None:

@@ -74,7 +74,8 @@ ANSWERS = {
     "eval/answers_ended": "Share of the answers that ended with an end token.",
 }
 TASK_METRICS = {
-    "loss": "Loss per item over all evaluation rows.",
+    "loss": "Loss per item over all evaluation rows. If the loss has several terms, this is the first of them. The "
+    "others have their own names.",
     "perplexity": "exp(loss).",
     "accuracy": "Share of rows whose prediction is right; of pairs whose better answer has the higher score.",
     "macro_f1": "F1 score per label, averaged over the labels.",

@@ -53,6 +53,21 @@ def check_pair(recipe: Recipe, profile: Profile) -> list[Problem]:
     return problems
 
 
+def check_trackers(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each tracker, and for a report, without an installed package.
+
+    Accelerate would silently leave a tracker out. A report is written after the run, when it is too late to install.
+    """
+    packages = {"tensorboard": ("tensorboard", "tensorboardX")}
+    hint = "pip install 'ftcli[report]', or remove log.report"
+    missing = recipe.log.report and not is_installed("bokeh")
+    return [Problem("log.report: bokeh is not installed", hint=hint)] * missing + [
+        Problem(f"log.trackers: {name} is not installed", hint=f"pip install {name}, or remove it from log.trackers")
+        for name in recipe.log.trackers
+        if not any(is_installed(package) for package in packages.get(name, (name,)))
+    ]
+
+
 def _frozen_problems(profile: Profile, where: str) -> list[Problem]:
     """Return a problem if frozen weights are to be whole on the GPUs, and the profile has no whole weights there."""
     if not (profile.offloads_shards or (profile.is_stage_3 and profile.offloads_zero)):

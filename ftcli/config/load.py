@@ -37,6 +37,7 @@ __all__ = [
     "list_recipes",
     "load_recipe",
     "load_run_recipe",
+    "read_recipe",
     "recipe_reference",
     "recipe_schema",
     "run_output",
@@ -73,6 +74,26 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
 
     recipe, problems = _checked(document, task_problems, is_stored=False)
     return _without_problems(recipe, place_at_overrides(problems, overrides, problems_with))
+
+
+def read_recipe(recipe: str | Path | Recipe, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe of a file, or check a Recipe object.
+
+    Args:
+        recipe: A recipe file, the name of a shipped recipe, or an object.
+        overrides: Texts of the form `key.path=value`, for files and names only.
+
+    Raises:
+        InputError: The recipe is invalid, has a key without effect, or is an object with overrides.
+    """
+    if isinstance(recipe, str | Path):
+        return load_recipe(recipe, overrides)
+    if overrides:
+        raise InputError("overrides need a recipe file", hint="change the Recipe object, or pass its path")
+    task = None if is_custom_task(recipe.task) else task_class(recipe.task)
+    if problems := [*ineffective_key_problems(recipe, lambda keys: "", task)]:
+        raise InputError(problems)
+    return recipe
 
 
 def load_run_recipe(folder: str | Path, *, trust_remote_code: bool = False) -> Recipe:

@@ -235,6 +235,25 @@ def as_text(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
+def text_of(row: Row, name: str, missing: str) -> str:
+    """Return the text in a column.
+
+    Args:
+        row: The row.
+        name: Name of the column.
+        missing: What to say of a row without it.
+
+    Raises:
+        RowError: There is no text.
+    """
+    text = as_text(row[name])
+    if isinstance(text, float) and text == text:
+        raise RowError(f"`{name}` is the number {text}: write it as text, in quotes")
+    if not isinstance(text, str) or not text.strip():
+        raise RowError(missing)
+    return text
+
+
 def _from_completion(row: Row) -> dict[str, Any]:
     """Convert a row with `prompt` and `completion`, both text or both lists of messages."""
     prompt, completion = as_text(row["prompt"]), as_text(row["completion"])
@@ -298,10 +317,7 @@ def _from_alpaca(row: Row) -> dict[str, Any]:
 
 def _from_text(row: Row) -> dict[str, Any]:
     """Convert a row with a column `text`."""
-    text = as_text(row["text"])
-    if not isinstance(text, str) or not text.strip():
-        raise RowError("has no text")
-    return {"text": text}
+    return {"text": text_of(row, "text", "has no text")}
 
 
 CONVERTERS: dict[RowFormat, Callable[[Row], dict[str, Any]]] = {

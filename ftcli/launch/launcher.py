@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ftcli.launch.worker_recipe import recipe_for_workers
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.log import log_line
 from ftcli.runtime.process import current_rank, has_ftcli_parent, is_launched, profile_path
-from ftcli.runtime.run_folder import RunFolder
+from ftcli.runtime.run_folder import DRY_RUN, RunFolder
 from ftcli.runtime.stop import StopRequest
 from ftcli.runtime.threads import wait_passively
 
@@ -114,9 +115,8 @@ def train(
         'done'
         >>> folder.training_rows()[-1]["loss"]
     """
-    from ftcli.config.compatibility import check_pair
-    from ftcli.config.load import run_output
-    from ftcli.launch.preflight import check_trackers
+    from ftcli.config.compatibility import check_pair, check_trackers
+    from ftcli.config.load import read_recipe, run_output
 
     wait_passively(cpu=cpu)  # before torch is loaded
     from ftcli.training.resume import AUTO, NEVER, belongs_to, find_start, is_done
@@ -132,7 +132,7 @@ def train(
     folder = RunFolder(run_output(recipe if isinstance(recipe, str | Path) else config.task, config, output))
     machines = Machines.of(hardware, num_machines, machine_rank, main_process_ip, main_process_port)
     if dry_run and not has_ftcli_parent():
-        folder = folder.dry_run_folder(clear=machines.rank == 0)
+        folder = _dry_run_folder(folder, clear=machines.rank == 0)
     resume = NEVER if dry_run else str(resume)
     is_owner = not has_ftcli_parent() and current_rank() == 0 and machines.rank == 0
     with folder.locked() if is_owner else nullcontext():
@@ -156,6 +156,14 @@ def train(
                     recipe, overrides, config, hardware, options, folder, num_processes, machines, launch_arguments
                 )
         return folder
+
+
+def _dry_run_folder(folder: RunFolder, *, clear: bool) -> RunFolder:
+    """Return the folder of a dry run, beside that of the real run; `clear` deletes an earlier one, on rank 0."""
+    beside = RunFolder(folder.path.with_name(f"{folder.path.name}-dry-run"))
+    if clear and (beside.path / DRY_RUN).exists() and current_rank() == 0:
+        shutil.rmtree(beside.path)
+    return beside
 
 
 def _train_here(
@@ -324,19 +332,3 @@ def check_without_profile(num_processes: int | None, num_machines: int, launch_a
             f"arguments for accelerate need a profile: {shlex.join(launch_arguments)}",
             hint="name one with --profile; without a profile the run trains in this process",
         )
-
-
-def read_recipe(recipe: str | Path | Recipe, overrides: Sequence[str]) -> Recipe:
-    """Return the recipe of a file, or check a Recipe object."""
-    from ftcli.config.ineffective_keys import ineffective_key_problems
-    from ftcli.config.load import load_recipe
-    from ftcli.config.task_registry import is_custom_task, task_class
-
-    if isinstance(recipe, str | Path):
-        return load_recipe(recipe, overrides)
-    if overrides:
-        raise InputError("overrides need a recipe file", hint="change the Recipe object, or pass its path")
-    task = None if is_custom_task(recipe.task) else task_class(recipe.task)
-    if problems := [*ineffective_key_problems(recipe, lambda keys: "", task)]:
-        raise InputError(problems)
-    return recipe

@@ -15,21 +15,6 @@ if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
 
 
-def check_trackers(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each tracker, and for a report, without an installed package.
-
-    Accelerate would silently leave a tracker out. A report is written after the run, when it is too late to install.
-    """
-    packages = {"tensorboard": ("tensorboard", "tensorboardX")}
-    hint = "pip install 'ftcli[report]', or remove log.report"
-    missing = recipe.log.report and not is_installed("bokeh")
-    return [Problem("log.report: bokeh is not installed", hint=hint)] * missing + [
-        Problem(f"log.trackers: {name} is not installed", hint=f"pip install {name}, or remove it from log.trackers")
-        for name in recipe.log.trackers
-        if not any(is_installed(package) for package in packages.get(name, (name,)))
-    ]
-
-
 def check_bitsandbytes(recipe: Recipe, *, cpu: bool) -> list[Problem]:
     """Return why this machine cannot use 4-bit weights or 8-bit moments, if the recipe has them."""
     from ftcli.runtime.devices import count_gpus

@@ -164,9 +164,9 @@ def _check(recipe: Recipe, profile: Profile | None, machines: int, gpus: int) ->
 
     Their GPUs are not here, so what a recipe needs of a GPU is left to `ftcli check` in the job.
     """
-    from ftcli.config.compatibility import check_pair
+    from ftcli.config.compatibility import check_pair, check_trackers
     from ftcli.config.plan import derive_plan, derive_shards
-    from ftcli.launch.preflight import check_inputs, check_trackers
+    from ftcli.launch.preflight import check_inputs
     from ftcli.launch.processes import count_processes
 
     problems = check_trackers(recipe) + collect_problems(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.plan import AUTO_SIZE, Plan, derive_plan, derive_shards, describe_dropped_rows
-from ftcli.launch.preflight import check_inputs, check_trackers, describe_formats
+from ftcli.launch.preflight import check_inputs, describe_formats
 from ftcli.runtime.errors import EXIT_DONE, InputError, collect_problems
 from ftcli.runtime.redaction import redact
 from ftcli.tasks.protocol import properties_of
@@ -125,7 +125,7 @@ def check(
         ...     print(line)
         >>> report.plan.steps
     """
-    from ftcli.config.compatibility import check_pair
+    from ftcli.config.compatibility import check_pair, check_trackers
     from ftcli.config.load import find_recipe, load_recipe
     from ftcli.config.profile import load_profile
     from ftcli.data.cached_counts import cached_row_counts

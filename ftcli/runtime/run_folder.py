@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -19,7 +18,6 @@ from ftcli.runtime.durable_files import make_folder, sync, write_durably
 from ftcli.runtime.errors import DiskError, InputError, RunFolderGoneError, shortened
 from ftcli.runtime.folder_lock import LOCK as LOCK
 from ftcli.runtime.folder_lock import is_abandoned, is_gone, lock, locked
-from ftcli.runtime.process import current_rank
 from ftcli.runtime.reader_errors import path_problem
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.torn_files import read_object, read_rows
@@ -105,12 +103,7 @@ class RunFolder:
             InputError: The folder cannot be created or written, another process trains into it, or it holds a run
                 that is not resumed.
         """
-        present = [name for name in RUN_FILES if (self.path / name).exists()]
-        if present and not resuming and not self._never_started():
-            raise InputError(
-                f"{self.path} already holds a run ({', '.join(present)})",
-                hint="resume it with --resume auto, choose another folder with --output, or move that run away",
-            )
+        self.check_free(resuming=resuming)
         if self.path.is_symlink() and not self.path.exists():
             raise InputError(f"{self.path} is a broken link", hint="choose another folder with --output")
         if self.path.exists() and not self.path.is_dir():
@@ -124,6 +117,20 @@ class RunFolder:
         lock(self.path)
         for stale in (self.stop_file, *self.errors.glob("rank-*.json")):
             stale.unlink(missing_ok=True)
+
+    def check_free(self, *, resuming: bool = False) -> None:
+        """Check that the folder holds no run, or one that is resumed. Changes nothing.
+
+        Args:
+            resuming: Whether the folder may hold a run with results.
+
+        Raises:
+            InputError: The folder holds a run that is not resumed.
+        """
+        present = [name for name in RUN_FILES if (self.path / name).exists()]
+        if present and not resuming and not self._never_started():
+            hint = "resume it with --resume auto, choose another folder with --output, or move that run away"
+            raise InputError(f"{self.path} already holds a run ({', '.join(present)})", hint=hint)
 
     def locked(self) -> AbstractContextManager[None]:
         """Return a context that prevents other processes from training into the folder.
@@ -141,17 +148,6 @@ class RunFolder:
         Returns False when that process ran on another machine.
         """
         return is_abandoned(self.path)
-
-    def dry_run_folder(self, *, clear: bool = True) -> RunFolder:
-        """Return the folder of a dry run, which is beside the folder of the real run.
-
-        Args:
-            clear: Delete the folder of an earlier dry run, on rank 0.
-        """
-        beside = RunFolder(self.path.with_name(f"{self.path.name}-dry-run"))
-        if clear and (beside.path / DRY_RUN).exists() and current_rank() == 0:
-            shutil.rmtree(beside.path)
-        return beside
 
     def _never_started(self) -> bool:
         """Return whether the run in this folder ended before its first step, so that nothing is lost."""

@@ -72,6 +72,7 @@ class StopRequest:
         self._repeat = repeat_seconds()
         self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
         self._raises_on_signal = False
+        self.is_listening = False  # inside the `with` block
 
     @classmethod
     def listening(cls, folder: RunFolder | str | Path) -> StopRequest:
@@ -79,6 +80,7 @@ class StopRequest:
         return cls(folder)
 
     def __enter__(self) -> StopRequest:
+        self.is_listening = True
         if not self._launched:
             self._remove_file()  # of an earlier run; ftcli's parent process has removed it already
             if threading.current_thread() is threading.main_thread():
@@ -92,6 +94,7 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.is_listening = False
         self._restore()
         if self._first:
             ignore_repetitions(self._first, self._signalled + self._repetition_seconds(self._first) - self._clock())

@@ -21,7 +21,7 @@ from ftcli.runtime.errors import InputError, Problem, RowError
 from ftcli.tasks.protocol import Batch, Row
 from ftcli.tasks.shared.augmentation import NOT_MIXED, Augmentation, AugmentationOptions
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
-from ftcli.tasks.shared.image_pixels import model_pixels, normalisation_of, stack_images
+from ftcli.tasks.shared.image_pixels import image_size, model_pixels, normalisation_of, stack_images
 from ftcli.tasks.shared.images import (
     check_image,
     disable_decoding,
@@ -77,7 +77,7 @@ class Task:
     metric_names_of = staticmethod(metric_names_of)
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
-        from ftcli.models.load import load_image_processor
+        from ftcli.models.load import load_configuration, load_image_processor
 
         if recipe.data.truncation is not None:
             raise InputError("data.truncation applies to texts, and image_classification has none", hint="delete it")
@@ -87,6 +87,7 @@ class Task:
         if self.problem.terms is not None:  # other modules look for this attribute
             self.terms = self.problem.terms
         self.processor = load_image_processor(recipe.model)
+        self.size = image_size(self.processor, load_configuration(recipe.model))
         self.mixes = bool(getattr(options, "mixup", None) or getattr(options, "cutmix", None))
 
     @staticmethod
@@ -108,12 +109,11 @@ class Task:
         """The random changes of training images, to the size that the processor gives an image."""
         from PIL import Image
 
-        height, width = self.processor([Image.new("RGB", (64, 64))], return_tensors="np")["pixel_values"].shape[2:]
         resample = getattr(self.processor, "resample", None)
         resample = int(Image.Resampling.BILINEAR if resample is None else resample)
         mean = getattr(self.processor, "image_mean", None) or 0.5
         mean = [mean] * 3 if isinstance(mean, (int, float)) else list(mean)  # one number stands for all channels
-        return Augmentation(self.options, self.recipe.seed, (height, width), resample, mean)
+        return Augmentation(self.options, self.recipe.seed, self.size, resample, mean)
 
     def fingerprint(self) -> str:
         """Return a constant digest, because prepared rows contain encoded images and pixels are computed per batch."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ftcli.data.chat.text_spans import decode_spans
-from ftcli.data.formats import as_text
-from ftcli.runtime.errors import InputError, RowError
+from ftcli.data.formats import text_of
+from ftcli.runtime.errors import InputError
 from ftcli.tasks.protocol import Batch, Row, Span
 from ftcli.tasks.shared.batches import attention_mask, pad
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
@@ -181,7 +181,4 @@ class Task:
 
 def _text_of(row: Row, name: str) -> str:
     """Return a text of a row; raise `RowError` if there is none."""
-    text = as_text(row[name])
-    if not isinstance(text, str) or not text.strip():
-        raise RowError("has no text" if name == "text" else f"has no {name}, the second of its two texts")
-    return text
+    return text_of(row, name, "has no text" if name == "text" else f"has no {name}, the second of its two texts")

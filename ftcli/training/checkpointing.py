@@ -307,10 +307,8 @@ def roll_back(run: Run) -> None:
     run.saving.wait()  # the newest checkpoint may still be written
     checkpoint = run.hardware.ranks.collect(_newest_checkpoint(run) if run.hardware.ranks.is_main else None)[0]
     if checkpoint is None:
-        raise RunError(
-            "faults.non_finite: rollback: there is no checkpoint to return to; save earlier (checkpoint.every_steps), "
-            f"or {REMEDY}"
-        )
+        remedy = "save earlier (checkpoint.every_steps)" if run.folder else "pass ftcli.prepare an `output`, and save"
+        raise RunError(f"faults.non_finite: rollback: there is no checkpoint to return to; {remedy}, or {REMEDY}")
     load(run, checkpoint)
     run.first_step = step_of(checkpoint)
     run.progress.end_step(run.first_step)

@@ -47,7 +47,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
     Raises:
         InputError: The recipe has no evaluation rows.
-        Stopped: A stop was requested during the evaluation. Raised on every rank, after the same batch.
+        Stopped: A command of ftcli got a signal during the evaluation. Raised on every rank, after the same batch.
         RunError: The run was stopped by a step that is not finite.
 
     Example:
@@ -64,7 +64,7 @@ def evaluate(run: Run) -> dict[str, float]:
     with torch.no_grad():
         for batch in run.eval_loader:
             run.heartbeat.beat("evaluating", run.heartbeat.now.step)
-            stop_requests = run.hardware.ranks.sum_later([int(run.stop.requested())])
+            stop_requests = run.hardware.ranks.sum_later([int(run.stop.is_listening and run.stop.requested())])
             ids = batch.pop("sample_ids")
             there = run.to_device(batch)
             with use_padding(padding_of(batch), there.get("attention_mask")):

@@ -137,7 +137,10 @@ def _report_missing(run: Run, seen: set[str], steps: int) -> None:
     dead = [
         name
         for name, n in zip(names, counts, strict=True)
-        if not n and rare_modules.isdisjoint(name.split(".")) and not _is_rare(model, name, shapes[name])
+        if not n
+        and rare_modules.isdisjoint(name.split("."))
+        and not _is_rare(model, name)
+        and not (name.endswith(".bias") and shapes[name] == [1])  # of a single score
     ]
     if not dead:
         return
@@ -157,10 +160,8 @@ def _list_names(names: list[str]) -> str:
     return f"{', '.join(names[:MAX_TENSORS_NAMED])}{more}"
 
 
-def _is_rare(model: nn.Module, name: str, shape: list[int]) -> bool:
-    """Return whether a tensor is the bias of a single score, or holds the rows of new tokens of an embedding."""
-    if name.endswith(".bias") and shape == [1]:
-        return True
+def _is_rare(model: nn.Module, name: str) -> bool:
+    """Return whether a tensor holds the rows of new tokens of an embedding, not those of a head."""
     owner, separator, _ = name.partition(f".{NEW_ROWS}")
     return bool(separator) and isinstance(getattr(model.get_submodule(owner), "base_layer", None), torch.nn.Embedding)
 

@@ -15,13 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ftcli.config.load import load_recipe
+from ftcli.config.compatibility import check_pair, check_trackers
+from ftcli.config.load import read_recipe
 from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, InputError, RunError
 from ftcli.runtime.load_monitor import LoadMonitor
 from ftcli.runtime.process import current_rank
 from ftcli.runtime.run_folder import RunFolder
+from ftcli.runtime.stop import StopRequest
 from ftcli.runtime.threads import wait_passively
-from ftcli.training.resume import belongs_to
+from ftcli.training.resume import AUTO, belongs_to, find_start
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -51,15 +53,17 @@ def prepare(
         cpu: Train on the CPU, even on a machine with GPUs.
         weights: A folder of trained weights (a run's `final/`) to start from instead of the recipe's model.
         dry_run: Prepare two steps and one evaluation batch.
-        resume: The folder of a checkpoint to continue from, written on any hardware.
-        resume_anyway: Continue also with other rows or other frozen weights than those of the checkpoint.
+        resume: A checkpoint to continue from, written on any hardware: its folder, that of a run with checkpoints, or
+            "auto" for the newest one of `output`, if there is one.
+        resume_anyway: Continue also with a recipe that gives another loss curve, with other rows, or with other frozen
+            weights than those of the checkpoint.
 
     Returns:
         A `Run` for `ftcli.steps`, `ftcli.evaluate` and `ftcli.save_checkpoint`. `run.model` is the prepared model.
 
     Raises:
-        InputError: The recipe, the data, the model or the checkpoint is wrong, the recipe cannot run on the profile of
-            `accelerate launch`, or `output` holds another run.
+        InputError: The recipe, the data, the model or the checkpoint is wrong, the recipe differs from that of the
+            checkpoint, it cannot run on the profile of `accelerate launch`, or `output` holds another run.
 
     Example:
         >>> run = ftcli.prepare("recipe.yaml", overrides=["train.max_steps=100"], output="runs/mine")
@@ -67,39 +71,50 @@ def prepare(
         ...     print(step.number, step.loss)
         >>> ftcli.evaluate(run)["loss"]
     """
-    from ftcli.config.compatibility import check_pair
     from ftcli.config.profile import profile_of_process
-    from ftcli.config.recipe import Recipe
 
     wait_passively(cpu=cpu)  # before torch is loaded
     from ftcli.training import setup
     from ftcli.training.run_start import rewind_run_folder, write_run_inputs
 
-    requested = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    requested = read_recipe(recipe, overrides)
     profile = profile_of_process(os.environ) if "ACCELERATE_MIXED_PRECISION" in os.environ else None
-    if problems := [] if profile is None else check_pair(requested, profile):
+    if problems := check_trackers(requested) + ([] if profile is None else check_pair(requested, profile)):
         raise InputError(problems)
-    start = None if resume is None else Path(resume)
-    is_main = current_rank() == 0
-    if output is not None and is_main:
-        RunFolder(output).claim(resuming=start is not None and belongs_to(RunFolder(output), start))
+    folder = None if output is None else RunFolder(output)
+    start = _find_start(folder, requested, resume, anyway=resume_anyway)
+    if folder is not None:
+        resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
+        folder.check_free(resuming=resuming)  # on every rank, so that none waits for one that was refused
+        if current_rank() == 0:
+            folder.claim(resuming=resuming)
     run = setup.prepare(
         requested,
         output=output,
         cpu=cpu,
         weights=weights,
         dry_run=dry_run,
-        resume=resume,
+        resume=start,
         resume_anyway=resume_anyway,
     )
     if run.folder is not None:
-        if is_main:
+        if current_rank() == 0:
             write_run_inputs(run.folder, run.resolved.applied_to(requested), profile, start, dry_run=dry_run)
             rewind_run_folder(run, run.folder)
             run.folder.write_status("loading", run.first_step, 0)
+        run.stop = StopRequest(run.folder)
         run.load = LoadMonitor(run.folder)
         run.record = OwnLoop(run)
     return run
+
+
+def _find_start(folder: RunFolder | None, recipe: Recipe, resume: str | Path | None, *, anyway: bool) -> Path | None:
+    """Return the checkpoint to continue from, after a comparison of its recipe with `recipe`."""
+    if resume is None:
+        return None
+    if folder is None and resume == AUTO:
+        raise InputError('resume="auto" needs `output`, the folder in which it looks for checkpoints')
+    return find_start(folder or RunFolder(resume), recipe, str(resume), anyway=anyway)
 
 
 class OwnLoop:
@@ -107,7 +122,9 @@ class OwnLoop:
 
     def __init__(self, run: Run) -> None:
         from ftcli.training.reporter import Reporter
+        from ftcli.training.trackers import end_trackers
 
+        weakref.finalize(run, end_trackers, run.hardware.accelerator)  # evaluations may follow the loop
         # The run has this object. With a reference back, Python would free a run that is no longer used only when its
         # garbage collector runs, and settings of torch would be restored at any moment, also while torch compiles.
         run = weakref.proxy(run)
@@ -131,18 +148,21 @@ class OwnLoop:
         run.load.stop()
         if self._failure is not None and isinstance(error, GeneratorExit):  # in the body of the loop
             kind, error, trace = RunError, self._failure, None
-        is_done = error is None or (isinstance(error, GeneratorExit) and run.position == run.steps)
-        if is_done:
-            self.reporter.__exit__(None, None, None)
-            self._end_status = ("done", EXIT_DONE, "")
-        elif isinstance(error, GeneratorExit):  # `break`, or an error in the body of the loop
+        if error is None or isinstance(error, GeneratorExit):
+            self.reporter.end_loop()
             reason = f"the loop was left after step {run.position} of {run.steps}"
-            self._end_status = ("stopped", EXIT_RESUME, reason)
-            if self.reporter.folder is not None:  # the two cannot be told apart here
+            if error is None and run.stop.reason:
+                reason = f"stopped on request after step {run.position} of {run.steps} ({run.stop.reason})"
+            is_done = run.position == run.steps
+            self._end_status = ("done", EXIT_DONE, "") if is_done else ("stopped", EXIT_RESUME, reason)
+            if error is not None and self.reporter.folder is not None:  # `break`, or an error in the body of the loop
                 atexit.unregister(_record_uncaught_error)
                 atexit.register(_record_uncaught_error, self.reporter.folder, run.position)
         else:
             self.reporter.__exit__(kind, error, trace)
+            if not isinstance(error, Exception):  # Ctrl-C inside a step
+                reason = f"interrupted in step {run.position + 1} of {run.steps}"
+                self._end_status = ("stopped", EXIT_RESUME, reason)
         if self._end_status is not None:
             self._write_status(*self._end_status)
 
@@ -152,6 +172,7 @@ class OwnLoop:
 
     def evaluation(self, metrics: dict[str, float], seconds: float) -> None:
         """Record the metrics of an evaluation of some seconds after the newest step."""
+        self.reporter.trackers.start()
         self.reporter.evaluation(self.run.position, metrics, seconds)
         if self._end_status is not None:
             self._write_status(*self._end_status)
@@ -177,5 +198,6 @@ def _record_uncaught_error(folder: RunFolder, position: int) -> None:
     """
     error = getattr(sys, "last_value", None)
     is_interactive = hasattr(sys, "ps1")
-    if isinstance(error, Exception) and not is_interactive and folder.status().get("state") == "stopped":
+    has_ended = folder.status().get("state") in ("stopped", "done")
+    if isinstance(error, Exception) and not is_interactive and has_ended:
         folder.write_status("failed", position, EXIT_FAILED, f"{type(error).__name__}: {error}")

@@ -95,16 +95,20 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(Exception):  # after an error the device may be lost
-            self._write_late_row()
-        self.run.load.stop()
-        if self.terminal:
-            self._progress.stop()
+        self.end_loop()
         if isinstance(error, Exception) and self.folder is not None:  # stop.py records an interruption
             code = EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILED
             with contextlib.suppress(OSError):  # the disk may be full; the original error is raised anyway
                 self.folder.write_status("failed", self.number, code, f"{type(error).__name__}: {error}")
         self.trackers.end()
+
+    def end_loop(self) -> None:
+        """Write what is not written yet. Evaluations may follow, and trackers get them."""
+        with contextlib.suppress(Exception):  # after an error the device may be lost
+            self._write_late_row()
+        self.run.load.stop()
+        if self.terminal:
+            self._progress.stop()
 
     def print_line(self, line: str) -> None:
         """Print one line to standard error on the main process.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CHANGED = "older versions read it through `datasets`, which changes NULL, NA, None, 007 and text that looks like a date"
 AUTO, NEVER = "auto", "never"
 VALUES = "auto, never, a run folder, or one of its checkpoints/step-NNNNNN"  # of --resume
-ANYWAY = "--resume-anyway"
+ANYWAY = "--resume-anyway (in Python resume_anyway=True)"
 LENGTH = ("train.max_steps", "train.epochs")
 PATHS = re.compile(r"data\.(train|eval)(\.\d+)?\.path")
 # Sections that do not change what is trained. Of `faults`: all steps of a checkpoint were good.

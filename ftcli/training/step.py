@@ -44,7 +44,7 @@ class Step:
     rows: int
     data_seconds: float  # time this process, or its GPU, waited for its rows
     end: Moment  # before the rows of the next step are loaded
-    stop: bool  # a rank has a stop request
+    stop: bool  # a stop is requested, by a time limit or a file (in commands by signals too): this step is the last
     loss_tensor: torch.Tensor
     norm_tensor: torch.Tensor
     means: StepMeans  # sums and counts of the loss, its terms, its sources and the notes

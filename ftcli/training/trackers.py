@@ -18,6 +18,8 @@ from ftcli.runtime.redaction import redact
 from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from ftcli.inference.answers import Answer
     from ftcli.training.run import Run
 
@@ -42,11 +44,13 @@ class Trackers:
         self._attempts: list[dict[str, int]] = []  # with the step after which each one continues
         self._newest = self._newest_trained = -1  # steps of the newest row and of the newest training row
         self._project = ""
+        self._has_started = False
 
     def start(self) -> None:
-        """Start the trackers, or continue the runs that an earlier launch of this run started in them."""
-        if not self.names:
+        """Start the trackers once, or continue the runs that an earlier launch of this run started in them."""
+        if not self.names or self._has_started:
             return
+        self._has_started = True
         run, folder = self.run, self.run.folder
         assert folder is not None
         config = {"task": run.recipe.task, "model": run.recipe.model.name, "seed": run.recipe.seed}
@@ -93,8 +97,7 @@ class Trackers:
 
     def end(self) -> None:
         """End the trackers."""
-        if self.names:
-            self.run.hardware.accelerator.end_training()
+        end_trackers(self.run.hardware.accelerator)
 
     def _send(self, values: dict[str, Any], step: int, names: tuple[str, ...] = ()) -> None:
         """Send values to all trackers, or to those in `names`."""
@@ -135,6 +138,13 @@ class Trackers:
             if tracker.name != "tensorboard" and len(self._attempts) > 1:
                 tracker.store_init_configuration(newest)
         self.run.folder.write_json(TRACKERS, stored | ids | {"project": self._project, "attempts": self._attempts})
+
+
+def end_trackers(accelerator: Accelerator) -> None:
+    """End the trackers of an Accelerator. Its own `end_training` would also end the process group."""
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.trackers = []
 
 
 def _cut_folder(folder: Path, step: int, *, evaluated: bool = True) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ftcli.runtime.checkpoint_names import checkpoint_path
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.tasks.shared.images import load_image, read_size
+from ftcli.training import setup
 
 from ..support.cells import STEPS, cell
 from ..support.runner import MakeInputs
@@ -157,7 +158,7 @@ def test_resume_with_another_helper_network_is_refused(run: Path, recipe: Recipe
         ):
             ftcli.prepare(recipe, cpu=True, resume=checkpoint_path(run, 2))
         with pytest.raises(InputError, match="the frozen weights of task_options.perceptual"):
-            ftcli.prepare(later, cpu=True, resume=checkpoint_path(run, 2))
+            setup.prepare(later, cpu=True, resume=checkpoint_path(run, 2))
         assert ftcli.prepare(recipe, cpu=True, resume=checkpoint_path(run, 2), resume_anyway=True).first_step == 2
         step = next(ftcli.steps(begun))
         ftcli.save_checkpoint(begun, step.number)  # with the networks that were loaded, not those of the files now

@@ -274,7 +274,8 @@ def test_prepare_refuses_a_recipe_that_cannot_run_on_the_launched_profile(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(InputError, match="precision: fp32") as refused:
-        ftcli.prepare(recipe(inputs, model={"name": str(inputs / "tied"), "embeddings_on_host": True}), cpu=True)
+        model = {"name": str(inputs / "untied"), "embeddings_on_host": True}
+        ftcli.prepare(cell(inputs, "sft-lora", model=model), cpu=True)
     assert "embeddings_on_host cannot run on this profile" in str(refused.value)
 
 
@@ -293,3 +294,87 @@ def test_error_in_the_body_of_a_loop_is_recorded_if_it_ends_the_script(
     expected = ("stopped", 75, "the loop was left after step 2") if caught else ("failed", 1, "ZeroDivisionError")
     assert (status["state"], status["exit_code"], status["step"]) == (*expected[:2], 2)
     assert expected[2] in status["error"]
+
+
+def refusal(folder: Path, name: str, changes: dict[str, Any]) -> str:
+    """Return the message with which `prepare` refuses a cell."""
+    try:
+        ftcli.prepare(cell(folder, name, **changes), cpu=True)
+    except InputError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_prepare_refuses_what_the_command_refuses(inputs: Path) -> None:
+    sharded = {"model": {"name": str(inputs / "tied"), "shard_frozen": False}}
+    messages = run_on_cpu(refusal, inputs, "sft-lora", sharded, profile="fsdp_offload")
+    assert all("model.shard_frozen: false cannot run" in message for message in messages), "on every rank"
+    assert "log.trackers: trackio is not installed" in refusal(inputs, "sft-tied", {"log": {"trackers": ["trackio"]}})
+    with pytest.raises(InputError, match="overrides need a recipe file"):
+        ftcli.prepare(recipe(inputs), overrides=["train.max_steps=2"], cpu=True)
+    with pytest.raises(InputError, match="momentum"):
+        ftcli.prepare(recipe(inputs, optimizer={"learning_rate": 5e-3, "momentum": 0.5}), cpu=True)
+
+
+def test_resume_with_a_recipe_that_gives_another_curve_is_refused(inputs: Path, tmp_path: Path) -> None:
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
+    next(iter(ftcli.steps(run)))
+    saved = ftcli.save_checkpoint(run, 1)
+    other = recipe(inputs, optimizer={"name": "sgd", "learning_rate": 0.1})
+    with pytest.raises(InputError, match=r"(?s)optimizer.name: 'adamw' -> 'sgd'.*resume_anyway=True"):
+        ftcli.prepare(other, cpu=True, resume=saved)
+    assert ftcli.prepare(other, cpu=True, resume=saved, resume_anyway=True).first_step == 1
+    assert ftcli.prepare(recipe(inputs), cpu=True, resume=tmp_path / "run").first_step == 1
+    assert ftcli.prepare(recipe(inputs), cpu=True, resume="auto", output=tmp_path / "run").first_step == 1
+    with pytest.raises(InputError, match='resume="auto" needs `output`'):
+        ftcli.prepare(recipe(inputs), cpu=True, resume="auto")
+
+
+def refused_folder(folder: Path, inputs: Path) -> str:
+    """Return the message with which `prepare` refuses a folder."""
+    with pytest.raises(InputError) as refused:
+        ftcli.prepare(recipe(inputs), cpu=True, output=folder)
+    return str(refused.value)
+
+
+def test_folder_of_another_run_is_refused_on_every_rank(inputs: Path, tmp_path: Path) -> None:
+    for _ in ftcli.steps(ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")):
+        pass
+    messages = run_on_cpu(refused_folder, tmp_path / "run", inputs, profile="ddp")
+    assert len(messages) == 2 and all("already holds a run" in message for message in messages)
+
+
+def test_interruption_inside_a_step_is_recorded(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
+    loop = ftcli.steps(run)
+    next(loop)
+
+    def interrupt(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.task, "loss", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(loop)
+    status = RunFolder(tmp_path / "run").status()
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert "interrupted in step 2 of 6" in status["error"]
+
+
+@pytest.mark.parametrize("reason", ["train.max_minutes", "my reason"])
+def test_loop_ends_after_a_step_with_a_stop_request(reason: str, inputs: Path, tmp_path: Path) -> None:
+    limit = {} if reason == "my reason" else {"max_minutes": 1e-6}
+    run = ftcli.prepare(recipe(inputs, train={"max_steps": STEPS} | limit), cpu=True, output=tmp_path / "run")
+    done = []
+    for step in ftcli.steps(run):
+        done.append(step.number)
+        if step.number == 1 and reason == "my reason":
+            (tmp_path / "run" / "stop").write_text(reason)
+            time.sleep(0.6)  # the file is read twice a second
+        if step.stop:
+            ftcli.save_checkpoint(run, step.number)
+    assert done[-1] < STEPS and "loss" in ftcli.evaluate(run), "an evaluation after the loop is not stopped"
+    status = RunFolder(tmp_path / "run").status()
+    expected = f"stopped on request after step {done[-1]} of {STEPS} ({reason})"
+    assert (status["state"], status["exit_code"], status["error"]) == ("stopped", 75, expected)
+    resumed = ftcli.prepare(recipe(inputs), cpu=True, resume="auto", output=tmp_path / "run")
+    assert resumed.first_step == done[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from accelerate.utils import LoggerType
 
 import ftcli
+from ftcli.testing import run_on_cpu
 from ftcli.training.checkpointing import save_checkpoint
 
 from ..support.cells import cell
@@ -25,17 +27,18 @@ class StandInRun:
         self.arguments, self.id = arguments, arguments.get("id", "of-the-first-launch")
         self.rows: list[dict[str, Any]] = []
         self.config: dict[str, Any] = {}
-        self.axis = ""
+        self.axis, self.has_finished = "", False
 
     def define_metric(self, name: str, step_metric: str) -> None:
         assert name == "*"
         self.axis = step_metric
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        assert not self.has_finished, "the real one raises an error then"
         self.rows.append({"passed": step} | values)
 
     def finish(self) -> None:
-        """Do nothing."""
+        self.has_finished = True
 
 
 class Config(dict[str, Any]):
@@ -44,20 +47,45 @@ class Config(dict[str, Any]):
         super().update(values)
 
 
-def test_resumed_run_continues_its_run_in_wandb_and_marks_what_was_abandoned(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs: list[StandInRun] = []
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a module that stands in for wandb; `runs` are those that were started."""
     module: Any = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.runs = []
 
     def init(**arguments: Any) -> StandInRun:
-        runs.append(StandInRun(**arguments))
-        runs[-1].config = Config()
-        return runs[-1]
+        module.runs.append(StandInRun(**arguments))
+        module.runs[-1].config = Config()
+        return module.runs[-1]
 
     module.init, module.config = init, Config()
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.WANDB])
+    return module
+
+
+def test_evaluations_before_and_after_a_loop_of_your_own_are_sent(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = stand_in(monkeypatch)
+    recipe = cell(inputs, "sft-tied", train={"max_steps": 2}, log={"trackers": ["wandb"]})
+    run = ftcli.prepare(recipe, cpu=True, output=tmp_path / "run")
+    ftcli.evaluate(run)
+    for _ in ftcli.steps(run):
+        pass
+    ftcli.evaluate(run)
+    (only,) = module.runs
+    assert [(row["step"], "eval/loss" in row) for row in only.rows] == [(0, True), (1, False), (2, False), (2, True)]
+    assert not only.has_finished
+    del run
+    assert only.has_finished, "it ends with the run that it belongs to"
+
+
+def test_resumed_run_continues_its_run_in_wandb_and_marks_what_was_abandoned(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = stand_in(monkeypatch)
+    runs = module.runs
     recipe, folder = cell(inputs, "sft-tied", train={"max_steps": 4}, log={"trackers": ["wandb"]}), tmp_path / "run"
     run = ftcli.prepare(recipe, cpu=True, output=folder)
     for step in ftcli.steps(run):
@@ -79,3 +107,17 @@ def test_resumed_run_continues_its_run_in_wandb_and_marks_what_was_abandoned(
     assert rows == [(3, None, 2, losses[0]), (4, None, 2, losses[1])]  # with a step, wandb would drop the first one
     assert module.config["attempt_2_after_step"] == 2
     assert json.loads((folder / "trackers.json").read_text())["wandb"] == first.id
+
+
+def evaluated_after_the_loop(inputs: Path, folder: Path) -> float:
+    """Train with a tracker, and evaluate after its end."""
+    recipe = cell(inputs, "sft-tied", train={"max_steps": 2}, log={"trackers": ["tensorboard"]})
+    run = ftcli.prepare(recipe, cpu=True, output=folder)
+    for _ in ftcli.steps(run):
+        pass
+    return ftcli.evaluate(run)["loss"]
+
+
+def test_processes_can_evaluate_after_a_loop_with_trackers(inputs: Path, tmp_path: Path) -> None:
+    first, second = run_on_cpu(evaluated_after_the_loop, inputs, tmp_path / "run", profile="ddp")
+    assert first == second

@@ -184,10 +184,9 @@ def trace(
         >>> report.ranks[0].shares["exposed"]
         0.12
     """
-    from ftcli.config.load import run_output
+    from ftcli.config.load import read_recipe, run_output
     from ftcli.config.profile import load_profile
     from ftcli.config.trust import with_consent
-    from ftcli.launch.launcher import read_recipe
     from ftcli.reports.tracing.merge import merge_traces
     from ftcli.reports.tracing.page import draw_page
     from ftcli.runtime.process import is_launched
@@ -233,7 +232,8 @@ def trace(
 
 def trace_worker(recipe: str | Path, *, steps: int, cpu: bool, overrides: Sequence[str], output: Path) -> None:
     """Record the trace of this rank, as a process that `trace` has launched. A collective."""
-    from ftcli.launch.launcher import find_profile, read_recipe
+    from ftcli.config.load import read_recipe
+    from ftcli.launch.launcher import find_profile
     from ftcli.launch.trace_rank import trace_rank
 
     config = shorten(read_recipe(recipe, overrides), steps)

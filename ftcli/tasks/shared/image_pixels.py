@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ftcli.runtime.errors import InputError
+
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
@@ -32,6 +34,34 @@ if TYPE_CHECKING:
 
 BRIGHTNESS, CONTRAST, SATURATION = range(3)
 GREY = (19595, 38470, 7471)  # 65536 times the shares of red, green and blue (libImaging/Convert.c)
+
+
+def image_size(processor: Any, config: dict[str, Any]) -> tuple[int, int]:
+    """Return the (height, width) of every image for the model.
+
+    Args:
+        processor: The image processor of the model.
+        config: Values of the model's configuration.
+
+    Raises:
+        InputError: The model does not take colour images, or the processor makes images of different sizes.
+    """
+    from PIL.Image import new
+
+    if (channels := config.get("num_channels") or 3) != 3:
+        raise InputError(
+            f"model.name: the model takes images with {channels} channels, and ftcli makes images with 3",
+            hint="name a model for colour images",
+        )
+    given = [new("RGB", size) for size in ((64, 64), (64, 96), (96, 64))]
+    made = [processor([image], return_tensors="np")["pixel_values"].shape[2:] for image in given]
+    if len(set(made)) > 1:
+        raise InputError(
+            "model.name: the image processor makes images of different sizes, which cannot be in one batch",
+            hint="set `size` in preprocessor_config.json to a height and a width, or `do_center_crop` to true",
+        )
+    height, width = made[0]
+    return height, width
 
 
 def stack_images(images: Iterable[Image]) -> Tensor:

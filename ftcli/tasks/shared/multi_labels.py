@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ftcli.data.chat.messages import parse_json
 from ftcli.data.label_names import INTEGER, name_of, replace_column
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.shared.classification import label_index
@@ -70,6 +71,8 @@ def names_of(value: Any) -> list[str]:
     """
     if value is None:
         raise RowError("has no list of labels; a row without labels has an empty list")
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a field of a .csv or .tsv file
+        value = parse_json(value, "`label`")
     if not isinstance(value, list | tuple):
         raise RowError(f"label {value!r} is not a list; task_options.problem_type is {MULTI}: write [{value!r}]")
     names = [None if isinstance(label, list | dict | float) else name_of(label) for label in value]

@@ -154,6 +154,17 @@ def to_tensor(image: Any, size: int) -> Tensor:
     return pixels.view(size, size, 3).permute(2, 0, 1).float() / 255
 
 
+def upright_rgb(image: Any) -> Any:
+    """Return an image of Pillow as RGB with 8 bits: rotated as its Exif data require, with 16-bit pixels scaled."""
+    from PIL import ImageOps
+
+    is_scaled = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    upright = ImageOps.exif_transpose(image)
+    if is_scaled:  # 65535 / 255 is 257; Pillow would clip values to 255
+        upright = upright.convert("I").point(lambda value: value * (1 / 257) + 128.5 / 257).convert("L")
+    return upright.convert("RGB")
+
+
 def to_image(pixels: Tensor) -> Any:
     """Return an image of Pillow for values 0 to 1, `[3, H, W]`."""
     from PIL.Image import frombytes
@@ -171,7 +182,7 @@ def main(source: str, target: str, result: str) -> None:
     faces = []
     for path in (source, target):
         with Image.open(path) as image:
-            faces.append(to_tensor(image.convert("RGB"), size)[None])
+            faces.append(to_tensor(upright_rgb(image), size)[None])
     with torch.no_grad():
         to_image(network(*faces)[0]).save(result)
 

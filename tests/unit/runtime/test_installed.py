@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ftcli.config.compatibility import check_trackers
 from ftcli.config.recipe import Recipe
-from ftcli.launch.preflight import check_trackers
 from ftcli.runtime.installed import is_installed
 
 from ...support.recipes import minimal_values

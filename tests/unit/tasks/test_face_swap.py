@@ -24,7 +24,8 @@ from ftcli.tasks.build import build_task
 from ftcli.tasks.face_swap import Task
 from ftcli.tasks.shared.face_swap_model import FaceSwapModel
 from ftcli.tasks.shared.identity_pairs import index_people, partner_of
-from ftcli.tasks.shared.images import read_size
+from ftcli.tasks.shared.images import load_image, read_size
+from ftcli.tasks.shared.swap_generator import upright_rgb
 from ftcli.training.batches.dataloaders import Rows
 from ftcli.training.prepared_data import prepare_data
 
@@ -285,3 +286,21 @@ def test_recipe_without_a_model_is_valid_only_for_tasks_that_build_it(inputs: Pa
     assert load_recipe(written(inputs)).model.name == "none"
     with pytest.raises(InputError, match=r"'model.name' is missing|model.name is missing"):
         load_recipe(written(inputs, task="image_classification", model={}, task_options={}))
+
+
+def test_exported_generator_reads_images_as_training_does(tmp_path: Path) -> None:
+    """Photographs of telephones are stored rotated; Pillow alone clips pixels with 16 bits."""
+    draw = np.random.default_rng(0)
+    colours = Image.fromarray(draw.integers(0, 256, (6, 4, 3), dtype=np.uint8))
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
+    colours.save(tmp_path / "rotated.png", exif=rotated)
+    colours.convert("LA").save(tmp_path / "grey.png")
+    deep = np.concatenate([np.arange(0, 65536, 257) + n for n in (-129, -128, 0, 127, 128)]).clip(0, 65535)
+    Image.fromarray(deep.astype(np.uint16)[None]).save(tmp_path / "deep.png")
+    for path in tmp_path.iterdir():
+        with Image.open(path) as image:
+            actual = upright_rgb(image)
+        expected = load_image(str(path), None)
+        assert actual.mode == "RGB" and actual.size == expected.size and actual.tobytes() == expected.tobytes(), path
+    assert load_image(str(tmp_path / "rotated.png"), None).size == (6, 4)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageEnhance
 
+from ftcli.runtime.errors import InputError
+from ftcli.tasks.build import build_task
 from ftcli.tasks.shared.image_pixels import BRIGHTNESS, CONTRAST, SATURATION, change_colours
+
+from ....support.cells import cell
 
 PILLOW = {BRIGHTNESS: ImageEnhance.Brightness, CONTRAST: ImageEnhance.Contrast, SATURATION: ImageEnhance.Color}
 
@@ -49,3 +57,22 @@ def test_images_of_one_colour_have_the_bits_of_pillow(kind: int, level: int) -> 
     for factor in (0.6, 1.4):
         found = change_colours(stacked, torch.tensor([[kind]]), torch.tensor([[factor]]))
         assert np.array_equal(found[0].numpy(), np.asarray(PILLOW[kind](image).enhance(factor)))
+
+
+SHORTEST_EDGE = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "do_center_crop": False}
+UNSUITABLE = {
+    "config.json": ({"num_channels": 1}, "model.name: the model takes images with 1 channels, and ftcli makes"),
+    "preprocessor_config.json": (SHORTEST_EDGE, "model.name: the image processor makes images of different sizes"),
+}
+
+
+@pytest.mark.parametrize("file", UNSUITABLE)
+def test_model_without_one_size_of_colour_images_is_refused(file: str, inputs: Path, tmp_path: Path) -> None:
+    changes, message = UNSUITABLE[file]
+    folder = shutil.copytree(inputs / "resnet", tmp_path / "model")
+    values: dict[str, Any] = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(values | changes))
+    recipe = cell(inputs, "resnet")
+    build_task(recipe)
+    with pytest.raises(InputError, match=message):
+        build_task(recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": str(folder)})}))

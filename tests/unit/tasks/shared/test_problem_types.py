@@ -164,6 +164,11 @@ def test_lists_of_labels_become_truth_values_of_sorted_names(prepared: Any) -> N
     assert listed.train["target"][2] == [False, True, False], "whole numbers are indices into the list"
 
 
+def test_lists_of_labels_may_be_json_in_a_table_of_texts(prepared: Any) -> None:
+    lists = prepared([["b", "a"], [], ["a"], ["b"]], MULTI).train["target"]
+    assert prepared(['["b", "a"]', "[]", ' ["a"]', '["b"]'], MULTI).train["target"] == lists
+
+
 def test_lists_of_class_indices_have_the_names_of_their_feature(prepared: Any) -> None:
     rows = {"text": ["a", "b", "c", "d"], "label": [[1, 2], [], [0], [2]]}
     features = Features({"text": Value("string"), "label": List(ClassLabel(names=["z", "y", "x"]))})
@@ -177,6 +182,7 @@ def test_lists_of_class_indices_have_the_names_of_their_feature(prepared: Any) -
     ("labels", "options", "message"),
     [
         (["a", ["b"], "a", "b"], MULTI, "row 1 of t.jsonl: label 'a' is not a list"),
+        (["[a]", "[]"], MULTI, "row 1 of t.jsonl: `label`: not JSON"),
         ([["a"], ["b"], None, []], MULTI, "row 3 of t.jsonl: has no list of labels"),
         ([["a"], ["b", None], []], MULTI, "row 2 of t.jsonl: has the label None in its list"),
         ([["a"], ["b", 0.5], []], MULTI, "row 2 of t.jsonl: has the label 0.5 in its list"),

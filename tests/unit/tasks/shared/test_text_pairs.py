@@ -122,6 +122,9 @@ def test_prepare_rows_with_a_blank_text_names_the_column_of_the_source(model: Pa
     recipe = recipe_of(model, write(tmp_path / "b.jsonl", rows), columns={"text": "body"})
     with pytest.raises(InputError, match=r"row 1 .*has no text \(text is its column body\)"):
         prepare_rows(recipe, build_task(recipe))
+    recipe = recipe_of(model, write(tmp_path / "c.jsonl", [{"text": 1.5, "label": "yes"}, *rows]))
+    with pytest.raises(InputError, match=r"row 1 .*`text` is the number 1.5: write it as text, in quotes"):
+        prepare_rows(recipe, build_task(recipe))
 
 
 def test_prepare_rows_names_unused_columns_of_other_tasks(tmp_path: Path) -> None:

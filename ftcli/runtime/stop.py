@@ -135,6 +135,11 @@ class StopRequest:
                 self.reason = self._folder.stop_file.read_text(encoding="utf-8").strip() or "stop file"
         return bool(self.reason)
 
+    def forget(self) -> None:
+        """Forget a request that was met, and remove its file. A time limit stays."""
+        self.reason = ""
+        self._remove_file()
+
     def _leave_to_parent(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             _die_of(number)

@@ -21,7 +21,7 @@ from ftcli.runtime.errors import InputError, Problem, RowError
 from ftcli.tasks.protocol import Batch, Row
 from ftcli.tasks.shared.augmentation import NOT_MIXED, Augmentation, AugmentationOptions
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
-from ftcli.tasks.shared.image_pixels import image_size, model_pixels, normalisation_of, stack_images
+from ftcli.tasks.shared.image_pixels import check_sizes, image_size, model_pixels, normalisation_of, stack_images
 from ftcli.tasks.shared.images import (
     check_image,
     disable_decoding,
@@ -253,7 +253,11 @@ class Task:
     def _apply(self, images: list[Image], leave_out: tuple[str, ...]) -> Tensor:
         """Return the result of the processor without some of its parts."""
         how = {key: False for key in leave_out if getattr(self.processor, key, None) is not None}
-        pixels: Tensor = self.processor(images, return_tensors="pt", **how)["pixel_values"]
+        try:
+            pixels: Tensor = self.processor(images, return_tensors="pt", **how)["pixel_values"]
+        except ValueError:
+            check_sizes(self.processor, images)
+            raise
         return pixels
 
     @property

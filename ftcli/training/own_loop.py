@@ -1,14 +1,13 @@
 """Prepare runs for a loop of the user, and write the files of their run folder.
 
 With `output` the folder is claimed and gets the same files as with `ftcli train`: recipe.yaml, profile.yaml,
-environment.json, metrics.jsonl and status.json. Nothing is printed. Without `output` nothing is written.
+environment.json, metrics.jsonl and status.json. Only accepted changes of a recipe are printed. Without `output` nothing
+is written.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +78,8 @@ def prepare(
 
     requested = read_recipe(recipe, overrides)
     profile = profile_of_process(os.environ) if "ACCELERATE_MIXED_PRECISION" in os.environ else None
-    if problems := check_trackers(requested) + ([] if profile is None else check_pair(requested, profile)):
+    trackers = [] if output is None else check_trackers(requested)  # without a folder nothing is sent
+    if problems := trackers + ([] if profile is None else check_pair(requested, profile)):
         raise InputError(problems)
     folder = None if output is None else RunFolder(output)
     start = _find_start(folder, requested, resume, anyway=resume_anyway)
@@ -124,7 +124,7 @@ class OwnLoop:
         from ftcli.training.reporter import Reporter
         from ftcli.training.trackers import end_trackers
 
-        weakref.finalize(run, end_trackers, run.hardware.accelerator)  # evaluations may follow the loop
+        weakref.finalize(run, end_trackers, run.hardware.accelerator).atexit = False  # evaluations may follow the loop
         # The run has this object. With a reference back, Python would free a run that is no longer used only when its
         # garbage collector runs, and settings of torch would be restored at any moment, also while torch compiles.
         run = weakref.proxy(run)
@@ -150,14 +150,14 @@ class OwnLoop:
             kind, error, trace = RunError, self._failure, None
         if error is None or isinstance(error, GeneratorExit):
             self.reporter.end_loop()
-            reason = f"the loop was left after step {run.position} of {run.steps}"
-            if error is None and run.stop.reason:
-                reason = f"stopped on request after step {run.position} of {run.steps} ({run.stop.reason})"
+            # Python closes a generator in the same way for both.
+            reason = f"the loop was left after step {run.position} of {run.steps}, by `break` or an error"
+            if error is None:  # another rank may have the reason
+                why = f" ({run.stop.reason})" if run.stop.reason else ""
+                reason = f"stopped on request after step {run.position} of {run.steps}{why}"
+                run.stop.forget()  # it is met: a second call continues
             is_done = run.position == run.steps
             self._end_status = ("done", EXIT_DONE, "") if is_done else ("stopped", EXIT_RESUME, reason)
-            if error is not None and self.reporter.folder is not None:  # `break`, or an error in the body of the loop
-                atexit.unregister(_record_uncaught_error)
-                atexit.register(_record_uncaught_error, self.reporter.folder, run.position)
         else:
             self.reporter.__exit__(kind, error, trace)
             if not isinstance(error, Exception):  # Ctrl-C inside a step
@@ -188,16 +188,3 @@ class OwnLoop:
         """Write status.json on the main rank."""
         if self.reporter.folder is not None:
             self.reporter.folder.write_status(state, self.run.position, code, error)
-
-
-def _record_uncaught_error(folder: RunFolder, position: int) -> None:
-    """Write as the process ends that an error ended the script, if the newest loop was left early.
-
-    Python closes the loop's generator in the same way for `break` and for an error in the loop's body. It keeps an
-    error that nothing caught in `sys.last_value`. An interactive session goes on after such an error.
-    """
-    error = getattr(sys, "last_value", None)
-    is_interactive = hasattr(sys, "ps1")
-    has_ended = folder.status().get("state") in ("stopped", "done")
-    if isinstance(error, Exception) and not is_interactive and has_ended:
-        folder.write_status("failed", position, EXIT_FAILED, f"{type(error).__name__}: {error}")

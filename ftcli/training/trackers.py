@@ -7,8 +7,10 @@ which step each attempt continued.
 
 from __future__ import annotations
 
+import atexit
 import os
 import struct
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ NAME_OF_RUN = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}  # trac
 ID_OF_RUN = {"wandb": ("WANDB_RUN_ID", "id"), "mlflow": ("MLFLOW_RUN_ID", "run_id")}  # variable and key of the id
 EVALUATION = ("eval/", "samples/")  # prefixes of the names of an evaluation's values
 TEXT_TRACKERS = ("tensorboard", "wandb", "trackio")
+_open: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # with trackers
 
 
 class Trackers:
@@ -70,8 +73,13 @@ class Trackers:
             names["wandb"] |= {"resume": "allow"}
         if "trackio" in stored:
             names["trackio"] |= {"resume": "allow"}  # by its name
+        for other in list(_open):  # wandb would return the other run, and mlflow refuse to start a second one
+            end_trackers(other, keep=("tensorboard",))
         is_known = all(tracker in stored for tracker in self.names)  # TensorBoard adds a run for each configuration
         run.hardware.accelerator.init_trackers(project, config=None if is_known else redact(config), init_kwargs=names)
+        _open.add(run.hardware.accelerator)
+        atexit.unregister(_end_open)
+        atexit.register(_end_open)  # again: before the hooks of the libraries, after which they cannot send anything
         if run.hardware.ranks.is_main:
             self._record(stored)
 
@@ -140,11 +148,19 @@ class Trackers:
         self.run.folder.write_json(TRACKERS, stored | ids | {"project": self._project, "attempts": self._attempts})
 
 
-def end_trackers(accelerator: Accelerator) -> None:
-    """End the trackers of an Accelerator. Its own `end_training` would also end the process group."""
+def end_trackers(accelerator: Accelerator, *, keep: tuple[str, ...] = ()) -> None:
+    """End the trackers of an Accelerator but those in `keep`. Its own `end_training` ends the process group too."""
+    kept = [tracker for tracker in accelerator.trackers if tracker.name in keep]
     for tracker in accelerator.trackers:
-        tracker.finish()
-    accelerator.trackers = []
+        if tracker not in kept:
+            tracker.finish()
+    accelerator.trackers = kept
+
+
+def _end_open() -> None:
+    """End the trackers of all runs as the process ends."""
+    for accelerator in list(_open):
+        end_trackers(accelerator)
 
 
 def _cut_folder(folder: Path, step: int, *, evaluated: bool = True) -> dict[str, Any]:

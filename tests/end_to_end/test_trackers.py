@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from accelerate.utils import LoggerType
 
 import ftcli
+from ftcli.config.load import dump_recipe
 from ftcli.testing import run_on_cpu
 from ftcli.training.checkpointing import save_checkpoint
 
@@ -121,3 +123,56 @@ def evaluated_after_the_loop(inputs: Path, folder: Path) -> float:
 def test_processes_can_evaluate_after_a_loop_with_trackers(inputs: Path, tmp_path: Path) -> None:
     first, second = run_on_cpu(evaluated_after_the_loop, inputs, tmp_path / "run", profile="ddp")
     assert first == second
+
+
+def test_a_second_run_starts_its_own_run_of_a_tracker(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `reinit`, `wandb.init` returns the run that is active; mlflow raises an error."""
+    module = stand_in(monkeypatch)
+    real = module.init
+
+    def init(**arguments: Any) -> Any:
+        active = [run for run in module.runs if not run.has_finished]
+        return active[-1] if active else real(**arguments)
+
+    module.init = init
+    kept = []
+    for seed in (1, 2):
+        recipe = cell(inputs, "sft-tied", seed=seed, train={"max_steps": 2}, log={"trackers": ["wandb"]})
+        kept.append(run := ftcli.prepare(recipe, cpu=True, output=tmp_path / f"run-{seed}"))
+        for _ in ftcli.steps(run):
+            pass
+    assert [[row["step"] for row in run.rows] for run in module.runs] == [[1, 2], [1, 2]]
+
+
+WANDB = """import atexit, sys
+class Run:
+    id, is_torn_down = "x", False
+    config = {}
+    def define_metric(self, name, step_metric): pass
+    def log(self, values, step=None): pass
+    def finish(self):
+        print("torn down" if Run.is_torn_down else "finished", flush=True)
+class Config(dict):
+    def update(self, values, allow_val_change=False): pass
+config = Config()
+def init(**arguments):
+    atexit.register(lambda: setattr(Run, "is_torn_down", True))
+    return Run()
+"""
+
+
+def test_trackers_end_before_their_library_at_the_end_of_the_process(inputs: Path, tmp_path: Path) -> None:
+    recipe = cell(inputs, "sft-tied", train={"max_steps": 2}, log={"trackers": ["wandb"]})
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    (tmp_path / "wandb.py").write_text(WANDB)
+    lines = [
+        "import accelerate.tracking, accelerate.utils, ftcli",
+        "accelerate.tracking._available_trackers.append(accelerate.utils.LoggerType.WANDB)",
+        "run = ftcli.prepare('recipe.yaml', cpu=True, output='run')",
+        "for step in ftcli.steps(run): pass",
+    ]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    ended = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ended.stdout.split("\n")[0] == "finished", ended.stdout + ended.stderr

@@ -37,14 +37,14 @@ GREY = (19595, 38470, 7471)  # 65536 times the shares of red, green and blue (li
 
 
 def image_size(processor: Any, config: dict[str, Any]) -> tuple[int, int]:
-    """Return the (height, width) of every image for the model.
+    """Return the (height, width) that a model's image processor gives square images.
 
     Args:
         processor: The image processor of the model.
         config: Values of the model's configuration.
 
     Raises:
-        InputError: The model does not take colour images, or the processor makes images of different sizes.
+        InputError: The model does not take colour images, or the processor makes no images, but patches.
     """
     from PIL.Image import new
 
@@ -53,15 +53,28 @@ def image_size(processor: Any, config: dict[str, Any]) -> tuple[int, int]:
             f"model.name: the model takes images with {channels} channels, and ftcli makes images with 3",
             hint="name a model for colour images",
         )
-    given = [new("RGB", size) for size in ((64, 64), (64, 96), (96, 64))]
-    made = [processor([image], return_tensors="np")["pixel_values"].shape[2:] for image in given]
-    if len(set(made)) > 1:
+    made = processor([new("RGB", (64, 64))], return_tensors="np")["pixel_values"].shape
+    if len(made) != 4:
         raise InputError(
-            "model.name: the image processor makes images of different sizes, which cannot be in one batch",
+            f"model.name: the image processor makes pixels of the shape {list(made[1:])} of an image, and not an image",
+            hint="name a model whose processor makes images of one height and width",
+        )
+    return made[2], made[3]
+
+
+def check_sizes(processor: Any, images: Iterable[Image]) -> None:
+    """Check that an image processor makes images of one size.
+
+    Raises:
+        InputError: It makes images of different sizes.
+    """
+    made = sorted({processor([image], return_tensors="np")["pixel_values"].shape[2:] for image in images})
+    if len(made) > 1:
+        sizes = " and ".join(f"{height} x {width}" for height, width in made[:2])
+        raise InputError(
+            f"model.name: the image processor makes images of different sizes ({sizes}), which cannot be in one batch",
             hint="set `size` in preprocessor_config.json to a height and a width, or `do_center_crop` to true",
         )
-    height, width = made[0]
-    return height, width
 
 
 def stack_images(images: Iterable[Image]) -> Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance
 
+from ftcli.config.recipe import Recipe
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.build import build_task
 from ftcli.tasks.shared.image_pixels import BRIGHTNESS, CONTRAST, SATURATION, change_colours
@@ -60,19 +61,26 @@ def test_images_of_one_colour_have_the_bits_of_pillow(kind: int, level: int) -> 
 
 
 SHORTEST_EDGE = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "do_center_crop": False}
-UNSUITABLE = {
-    "config.json": ({"num_channels": 1}, "model.name: the model takes images with 1 channels, and ftcli makes"),
-    "preprocessor_config.json": (SHORTEST_EDGE, "model.name: the image processor makes images of different sizes"),
-}
 
 
-@pytest.mark.parametrize("file", UNSUITABLE)
-def test_model_without_one_size_of_colour_images_is_refused(file: str, inputs: Path, tmp_path: Path) -> None:
-    changes, message = UNSUITABLE[file]
-    folder = shutil.copytree(inputs / "resnet", tmp_path / "model")
-    values: dict[str, Any] = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(values | changes))
+def changed(inputs: Path, folder: Path, file: str, values: dict[str, Any]) -> Recipe:
+    """Return a recipe of images whose model has other values in a file."""
+    shutil.copytree(inputs / "resnet", folder)
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | values))
     recipe = cell(inputs, "resnet")
-    build_task(recipe)
-    with pytest.raises(InputError, match=message):
-        build_task(recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": str(folder)})}))
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": str(folder)})})
+
+
+def test_model_for_other_images_than_colour_images_is_refused(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="model.name: the model takes images with 1 channels, and ftcli makes"):
+        build_task(changed(inputs, tmp_path / "model", "config.json", {"num_channels": 1}))
+    kind = {"image_processor_type": "Siglip2ImageProcessor"}
+    with pytest.raises(InputError, match=r"makes pixels of the shape \[\d+, \d+\] of an image, and not an image"):
+        build_task(changed(inputs, tmp_path / "patches", "preprocessor_config.json", kind))
+
+
+def test_images_that_get_different_sizes_are_refused(inputs: Path, tmp_path: Path) -> None:
+    task: Any = build_task(changed(inputs, tmp_path / "model", "preprocessor_config.json", SHORTEST_EDGE))
+    assert task._processed(images(3), has_size=False).shape == (3, 3, 16, 21)
+    with pytest.raises(InputError, match=r"makes images of different sizes \(16 x 16 and 16 x 21\)"):
+        task._processed([*images(2), *images(2, height=31)], has_size=False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import accelerate.tracking
 import pytest
+from accelerate import PartialState
 from accelerate.utils import LoggerType
 
 import ftcli
@@ -115,6 +116,7 @@ def evaluated_after_the_loop(inputs: Path, folder: Path) -> float:
     """Train with a tracker, and evaluate after its end."""
     recipe = cell(inputs, "sft-tied", train={"max_steps": 2}, log={"trackers": ["tensorboard"]})
     run = ftcli.prepare(recipe, cpu=True, output=folder)
+    PartialState().fork_launched = False  # as under `accelerate launch`, where Accelerate may end the process group
     for _ in ftcli.steps(run):
         pass
     return ftcli.evaluate(run)["loss"]

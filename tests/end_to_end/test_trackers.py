@@ -12,6 +12,7 @@ from typing import Any
 
 import accelerate.tracking
 import pytest
+import torch
 from accelerate import PartialState
 from accelerate.utils import LoggerType
 
@@ -119,7 +120,10 @@ def evaluated_after_the_loop(inputs: Path, folder: Path) -> float:
     PartialState().fork_launched = False  # as under `accelerate launch`, where Accelerate may end the process group
     for _ in ftcli.steps(run):
         pass
-    return ftcli.evaluate(run)["loss"]
+    loss = ftcli.evaluate(run)["loss"]
+    run.record.reporter.trackers.end()  # type: ignore[union-attr]
+    assert torch.distributed.is_initialized(), "the process group belongs to the run, not to its trackers"
+    return loss
 
 
 def test_processes_can_evaluate_after_a_loop_with_trackers(inputs: Path, tmp_path: Path) -> None:

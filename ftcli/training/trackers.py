@@ -47,13 +47,11 @@ class Trackers:
         self._attempts: list[dict[str, int]] = []  # with the step after which each one continues
         self._newest = self._newest_trained = -1  # steps of the newest row and of the newest training row
         self._project = ""
-        self._has_started = False
 
     def start(self) -> None:
         """Start the trackers once, or continue the runs that an earlier launch of this run started in them."""
-        if not self.names or self._has_started:
+        if not self.names or self._attempts:
             return
-        self._has_started = True
         run, folder = self.run, self.run.folder
         assert folder is not None
         config = {"task": run.recipe.task, "model": run.recipe.model.name, "seed": run.recipe.seed}

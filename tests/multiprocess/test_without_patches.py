@@ -31,6 +31,7 @@ RUNS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "attention-schemas": ("sft-tied", SELECTIVE),
         "views-of-weights": ("sft-tied", {"model": {"activation_offloading": True}}),
         "compiled-layers": ("sft-tied", COMPILED),
+        "compile-options": ("sft-tied", COMPILED),
         "compiled-checkpoints": ("sft-tied", COMPILED),
         "layers-of-a-model": ("sft-tied", COMPILED),
         "lora-scaling": ("sft-lora", BF16),

@@ -12,6 +12,7 @@ import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ftcli.models.kernels.compile_options import OPTIONS, set_compile_options
 from ftcli.models.kernels.compiling_processes import start_compiling_processes
 from ftcli.models.structure import LAYERS, base_model_of, layers_of
 from ftcli.runtime.errors import InputError
@@ -37,7 +38,6 @@ SAVED = 2.3e-11
 # fast: 3.6 ms), rounded down for faster hosts.
 HOST_SAVED = 2e-3
 HOOKS = "this profile gathers weights by hooks inside layers"
-BUDGET = 0.9  # fraction of the activations that a graph would keep for the backward pass
 LEAST_SAVED = 60.0  # seconds of a run that justify compiling, which takes up to a minute
 
 
@@ -64,20 +64,15 @@ COMPILING = declare(
     "compiled-layers",
     library="torch",
     versions=">=2.11,<2.14",
-    purpose="Sets options of torch.compile until the run ends, and counts the compiled graphs",
+    purpose="Leaves attention out of compiled layers, and counts the compiled graphs",
     without="Layers are then not compiled.",
     alternative="`torch.compile(options=...)`, which takes the options of Inductor only.",
     apis=(
-        *(f"torch._dynamo.config:{name}" for name in ("suppress_errors", "optimize_ddp", "specialize_float")),
-        *(f"torch._inductor.config:{name}" for name in ("emulate_precision_casts", "fallback_random")),
-        "torch._functorch.config:activation_memory_budget",
-        "torch.fx.experimental._config:use_duck_shape",
+        *(f"torch._dynamo.config:{name}" for name in ("suppress_errors", "optimize_ddp")),
+        "torch._inductor.config:fallback_random",
         "torch._dynamo.utils:counters",
     ),
-    newer_apis=(
-        "torch._dynamo.config:nested_graph_breaks",
-        "torch._inductor.config:triton.mix_order_reduction_non_strict_mode",
-    ),
+    newer_apis=("torch._dynamo.config:nested_graph_breaks",),
     measurement="249.6 ms and 31.9 GiB a step, without it 328.0 ms and 39.9 GiB: 1B, 4 rows of 4,096 tokens, "
     "`bf16_pure`, one H100.",
 )
@@ -112,7 +107,7 @@ def seconds_saved(shape: Shape, tokens: float, passes: float, *, enough: int) ->
 
 def compile_problem() -> str | None:
     """Return why the installed versions do not support compiled layers; None if they do."""
-    return next((patch.problem() for patch in (COMPILING, CHECKPOINTS, LAYERS) if not patch.is_usable()), None)
+    return next((patch.problem() for patch in (COMPILING, OPTIONS, CHECKPOINTS, LAYERS) if not patch.is_usable()), None)
 
 
 def check_compile(recipe: Recipe) -> None:
@@ -160,11 +155,7 @@ def compile_layers(
         raise InputError(message, hint="set model.torch_compile to false")
     change(torch._dynamo.config, "suppress_errors", falls_back)
     _exclude_attention()
-    _use_one_norm_kernel_for_all_lengths()
-    _round_like_uncompiled_layers(recipe)
-    _use_a_symbol_for_each_size()
-    _specialize_floats()
-    _recompute_cheap_results(recipe, recomputed)
+    set_compile_options(recipe, recomputed)
     leave_out_unread_outputs(model, recomputed)
     for layer in layers:
         # Only above a layer that trains something: below it the backward pass has nothing to do.
@@ -251,67 +242,6 @@ def _without_cache(layer: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if not getattr(layer, "_can_checkpoint_with_cache", False):
         values |= {"past_key_values": None, "layer_past": None}
     return kwargs | {name: value for name, value in values.items() if name in kwargs}
-
-
-def _use_one_norm_kernel_for_all_lengths() -> None:
-    """Compute the two gradient sums of a norm in one kernel for all lengths of rows, if this torch has the option.
-
-    By default torch.compile uses one kernel for long rows only. It then compiles another graph for short rows, and all
-    ranks wait for the rank that compiles it (docs/explanation/performance.md).
-    """
-    import torch._inductor.config
-
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction_non_strict_mode"):
-        change(torch._inductor.config.triton, "mix_order_reduction_non_strict_mode", True)
-
-
-def _use_a_symbol_for_each_size() -> None:
-    """Use a separate symbol for the length of rows in graphs, even if it is equal to another size.
-
-    By default torch uses one symbol for equal sizes. A first row of 4096 tokens in a model of hidden size 4096 would
-    fix the length of the graph, and the next other length would compile every layer again.
-    """
-    import torch.fx.experimental._config
-
-    change(torch.fx.experimental._config, "use_duck_shape", False)
-
-
-def _specialize_floats() -> None:
-    """Compile a float of a layer (a norm's epsilon, a LoRA scaling) as a constant of its graph, with a guard.
-
-    By default it becomes an input of graphs for all lengths: a float64 tensor on the host, with a C++ kernel that
-    rounds it in every call. Before its first C++ kernel, Inductor tests the vector instructions of the processor. With
-    torch 2.11 that takes about half of the first step. All layers of a model have the same floats, so they still share
-    their graphs.
-    """
-    import torch._dynamo
-
-    change(torch._dynamo.config, "specialize_float", True)
-
-
-def _recompute_cheap_results(recipe: Recipe, recomputed: str) -> None:
-    """Recompute cheap results in the backward pass of graphs with an adapter, unless layers are recomputed anyway.
-
-    By default the partitioner keeps results such as the gated product of an MLP and the output of a norm. Recomputing
-    them takes one pass over memory and gives the same bits. The option is read when a graph is compiled, at the first
-    call, so it stays set until the run ends.
-    """
-    import torch._functorch.config
-
-    keeps_less = recipe.adapter.type != "none" and recomputed == "none"
-    change(torch._functorch.config, "activation_memory_budget", BUDGET if keeps_less else 1.0)
-
-
-def _round_like_uncompiled_layers(recipe: Recipe) -> None:
-    """Round results of compiled layers with an adapter where uncompiled layers do.
-
-    An adapter adds a small value to a frozen layer's output in bfloat16. It is lost by rounding if it is below half a
-    unit of the last place. A fused kernel would not round there. That is closer to float32, but the curve would differ
-    from that of profiles that cannot compile (docs/explanation/determinism.md).
-    """
-    import torch._inductor.config
-
-    change(torch._inductor.config, "emulate_precision_casts", recipe.adapter.type != "none")
 
 
 def _exclude_attention() -> None:

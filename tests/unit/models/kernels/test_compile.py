@@ -461,7 +461,7 @@ def test_compile_layers_with_an_adapter_rounds_as_eager_layers(inputs: Path, mon
 
     eager = trained(inputs, "sft-lora")[1]
     exact = max(abs(a / b - 1) for a, b in zip(trained(inputs, "sft-lora", torch_compile=True)[1], eager, strict=True))
-    monkeypatch.setattr("ftcli.models.kernels.compile._round_like_uncompiled_layers", lambda recipe: None)
+    monkeypatch.setattr("ftcli.models.kernels.compile_options._round_like_uncompiled_layers", lambda recipe: None)
     with config.patch(emulate_precision_casts=False):  # monkeypatch would delete the setting in the end
         actual = trained(inputs, "sft-lora", torch_compile=True)[1]
     other = max(abs(a / b - 1) for a, b in zip(actual, eager, strict=True))

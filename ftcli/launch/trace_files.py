@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-WARM_UP = 4  # steps before the recorded ones: caches, compiled layers, autotuning, clocks
-COOL_DOWN = 1  # step after the recorded ones, so that the last recorded step loads the rows of another one
+WARM_UP = 6  # steps before the recorded ones: caches, compiled layers, autotuning, clocks
+SETTLING = 3  # the first of them, which say nothing about the time of a step
+COOL_DOWN = 2  # steps after the recorded ones, so that the last recorded step loads the rows of another one
 STEP, PHASE = "ftcli.step", "ftcli.phase: "  # ranges in the trace
 
 

@@ -27,7 +27,7 @@ class Task(Whole):
 
     def loss(self, model, batch):
         self.calls += 1
-        if os.environ.get("RANK") == "1" and self.calls == 7:
+        if os.environ.get("RANK") == "1" and self.calls == 9:
             raise RuntimeError("planted")
         return super().loss(model, batch)
 '''
@@ -65,12 +65,25 @@ def test_trace_of_one_process_writes_its_files_and_no_run(
     rank = found["ranks"]["0"]
     assert sum(rank["shares"].values()) == pytest.approx(1) and rank["shares"]["exposed"] == 0
     assert rank["shares"]["compute"] > 0 and rank["shares"]["optimizer"] > 0 and len(rank["step_seconds"]) == 2
+    assert len(rank["plain_step_seconds"]) == 4, "two after the first three, and two after the recorded ones"
     folder = inputs / "runs" / "right-trace"
     names = {path.name for path in folder.iterdir()} - {EVENTS}  # a busy machine may be recorded as an event
     assert sorted(names) == ["all-ranks.trace.json.gz", *FILES]
     assert not (inputs / "runs" / "right").exists()
     again = run_cli("trace", "right.yaml", "--cpu")
     assert again.code == 2 and "right-trace exists and is not an empty folder" in again.err
+
+
+def test_trace_without_bokeh_writes_everything_but_the_page(
+    inputs: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr("ftcli.reports.tracing.trace.is_installed", lambda package: package != "bokeh")
+    done = run_cli("trace", "right.yaml", "--cpu", "--steps", "1", "--output", "pageless")
+    assert done.code == 0, done.err[-3000:]
+    assert "page: not written, because bokeh is not installed (pip install 'ftcli[report]')" in done.out
+    names = {path.name for path in (inputs / "pageless").iterdir()} - {EVENTS}
+    assert sorted(names) == sorted({"all-ranks.trace.json.gz", *FILES} - {"trace.html"})
 
 
 @pytest.mark.slow

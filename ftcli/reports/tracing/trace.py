@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from ftcli.launch.supervisor import LaunchError
 from ftcli.launch.trace_files import COOL_DOWN, WARM_UP, facts_name, trace_name
 from ftcli.launch.trace_launch import trace_ranks
-from ftcli.reports.report_charts import require_bokeh
 from ftcli.reports.tracing.events import PARTS, Breakdown, break_down, read_events
 from ftcli.reports.tracing.verdict import Remedy, Setting, slowest, verdict
 from ftcli.runtime.errors import EXIT_DONE, InputError
 from ftcli.runtime.failures import failure_records
+from ftcli.runtime.installed import is_installed
 from ftcli.runtime.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ HEADINGS = {
     "idle": "host-bound idle",
 }
 PAGE, MERGED, RESULT = "trace.html", "all-ranks.trace.json.gz", "trace.json"
+NO_PAGE = "not written, because bokeh is not installed (pip install 'ftcli[report]')"
 LISTED = 10  # kernels in the text
 
 
@@ -116,7 +117,7 @@ class TraceReport:
 
     def lines(self) -> list[str]:
         """Return tables and findings as text."""
-        first = self.ranks[self.slowest]
+        first, page = self.ranks[self.slowest], self.folder / PAGE
         kind = "kernels" if first.on_gpu else "CPU operators"
         calls = [["ms per step", "calls", f"{kind} of rank {self.slowest}"]]
         calls += [
@@ -133,7 +134,7 @@ class TraceReport:
             "",
             *_aligned(calls, left=(2,)),
             "",
-            f"page: {self.folder / PAGE}",
+            f"page: {page if page.is_file() else NO_PAGE}",
             f"trace for ui.perfetto.dev: {self.folder / MERGED}",
         ]
 
@@ -157,8 +158,8 @@ def trace(
 ) -> TraceReport:
     """Record some steps with PyTorch's profiler on every rank, and explain where their time went.
 
-    The recorded steps come after four others. Nothing is saved or evaluated, and the folder of the run is not
-    used. The traces, trace.json and trace.html are written into a new folder.
+    The recorded steps come after six others. Nothing is saved or evaluated, and the folder of the run is not
+    used. The traces, trace.json and, if bokeh is installed, trace.html are written into a new folder.
 
     Args:
         recipe: A recipe file, the name of a shipped recipe, or a `Recipe`.
@@ -176,7 +177,7 @@ def trace(
         others are explained, and `exit_code` is that of the run.
 
     Raises:
-        InputError: The recipe, the profile or the folder is wrong, or bokeh is not installed.
+        InputError: The recipe, the profile or the folder is wrong.
         LaunchError: The run failed before a step was recorded.
 
     Example:
@@ -193,7 +194,6 @@ def trace(
 
     if is_launched():
         raise InputError("trace launches its own processes", hint="start it without accelerate launch or torchrun")
-    require_bokeh()
     if steps < 1:
         raise InputError(f"steps={steps}: at least one step must be recorded")
     config = read_recipe(recipe, overrides)
@@ -226,7 +226,8 @@ def trace(
     report = explain(name, config, hardware, folder, code)
     (folder.path / RESULT).write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
     merge_traces(folder.path, list(report.ranks), folder.path / MERGED)
-    (folder.path / PAGE).write_text(draw_page(report), encoding="utf-8")
+    if is_installed("bokeh"):
+        (folder.path / PAGE).write_text(draw_page(report), encoding="utf-8")
     return report
 
 

@@ -18,8 +18,8 @@ in bf16, with float32 weights, because an optimizer that loses updates in bfloat
     hf-trainer          transformers' Trainer on a classifier; hf-trainer-default: as in the example scripts
 
 `--set KEY=VALUE` sets a key of the recipe for ftcli, and a setting of the peer otherwise (the files in cells/ list
-them). `--trace FILE` profiles the last three steps and writes a summary of kernels and gaps. Tables leave traced lines
-out. To try it without a GPU: `--shape tiny --length 128 --micro-size 2 --precision fp32 --cpu --steps 8 --warm 3`.
+them). `--trace FILE` profiles the last steps (`--traced`) and writes a summary of kernels and gaps. Tables leave traced
+lines out. Without a GPU: `--shape tiny --length 128 --micro-size 2 --precision fp32 --cpu --steps 8 --warm 3`.
 """
 
 from __future__ import annotations
@@ -215,9 +215,10 @@ def arguments(words: list[str] | None) -> tuple[dict[str, Any], Path, Path, Path
     parser.add_argument("--facts", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/cells"), help="folder for weights and rows")
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--traced", type=int, default=TRACED, help="number of steps under the profiler")
     fields = vars(parser.parse_args(words))
     work, facts, trace = fields.pop("work"), fields.pop("facts"), fields.pop("trace")
-    return fields | {"traced": TRACED if trace else 0}, work, facts, trace
+    return fields | {"traced": fields["traced"] if trace else 0}, work, facts, trace
 
 
 if __name__ == "__main__":

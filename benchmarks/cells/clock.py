@@ -49,11 +49,12 @@ class Clock:
         """Profile the last steps."""
         from . import trace
 
-        first = self.cell.steps - self.cell.traced
-        if step == first:
-            self._profiler = trace.start(on_gpu=self.is_on_gpu)
-        elif step == self.cell.steps and self._profiler is not None:
-            self.trace = trace.stop(self._profiler, self.cell.traced, on_gpu=self.is_on_gpu)
+        if step == self.cell.steps - self.cell.traced - 1:
+            self._profiler = trace.start(self.cell.traced, on_gpu=self.is_on_gpu)
+        elif self._profiler is not None:
+            trace.end_step(self._profiler, on_gpu=self.is_on_gpu)
+            if step == self.cell.steps:
+                self.trace = trace.describe(self._profiler, self.cell.traced, on_gpu=self.is_on_gpu)
 
     def read(self, **details: Any) -> Measured:
         """Wait for the device and return the results. A collective if gradient norms are sharded tensors."""

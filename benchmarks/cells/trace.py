@@ -8,26 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 MOST_KERNELS, MOST_GAPS, LONG_GAP = 60, 15, 20.0  # the last in microseconds
 WIDEST = 110  # characters of a kernel's name
 
 
-def start(*, on_gpu: bool) -> profile:
-    """Start the profiler."""
-    if on_gpu:
-        torch.cuda.synchronize()
-    profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+def start(steps: int, *, on_gpu: bool) -> profile:
+    """Start the profiler one step before the recorded ones: its start takes a different time on each rank."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=steps, repeat=1))
     profiler.start()
     return profiler
 
 
-def stop(profiler: profile, steps: int, *, on_gpu: bool) -> str:
-    """Stop the profiler and return the text. Milliseconds are per step."""
+def end_step(profiler: profile, *, on_gpu: bool) -> None:
+    """End a step under the profiler. After the last one it stops."""
     if on_gpu:
         torch.cuda.synchronize()
-    profiler.stop()
+    profiler.step()
+
+
+def describe(profiler: profile, steps: int, *, on_gpu: bool) -> str:
+    """Return the text after the last step. Milliseconds are per step."""
     events = list(profiler.events() or [])
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     kernels = [event for event in events if event.device_type == device and not event.is_user_annotation]
@@ -40,6 +43,7 @@ def stop(profiler: profile, steps: int, *, on_gpu: bool) -> str:
         [
             *_kernels(kernels, steps, lambda event: event.time_range.elapsed_us()),
             "",
+            *_communication(kernels, steps),
             *_describe_gaps(gaps, kernels, steps),
             "",
             *_host_in_gaps(gaps, host, steps),
@@ -63,6 +67,24 @@ def _kernels(events: list[Any], steps: int, microseconds: Any) -> list[str]:
             f"{100 * time / total:6.1f} % {time / steps / 1000:7.2f} {calls[name] / steps:6.1f}  {name[:WIDEST]}"
         )
     return lines
+
+
+def _communication(kernels: list[Any], steps: int) -> list[str]:
+    """Return a line with the time of NCCL's kernels, and the part of it in which no other kernel ran."""
+    others = [kernel for kernel in kernels if "nccl" not in kernel.name.lower()]
+    nccl = [kernel for kernel in kernels if "nccl" in kernel.name.lower()]
+    exposed = _covered(kernels) - _covered(others)
+    line = f"communication took {_covered(nccl) / steps / 1000:.2f} ms a step"
+    return [f"{line}, {exposed / steps / 1000:.2f} of them exposed"] * bool(nccl)
+
+
+def _covered(kernels: list[Any]) -> float:
+    """Return the microseconds in which at least one of some kernels ran. They are sorted by their start."""
+    covered, end = 0.0, float("-inf")
+    for kernel in kernels:
+        covered += max(0.0, kernel.time_range.end - max(end, kernel.time_range.start))
+        end = max(end, kernel.time_range.end)
+    return covered
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ def check_rows_of_all_processes(state: Mapping[str, Any], recipe: Recipe, plan: 
             "resuming: model.batch_norm: sync takes the statistics of the rows of all processes in one forward pass: "
             f"{before} rows when the checkpoint was written, {now} rows with {plan.processes} processes",
             hint=f"use a number of processes and a batch.micro_size whose product is {before}, or accept another loss "
-            "curve with --resume-anyway",
+            "curve with --resume-anyway (in Python resume_anyway=True)",
         )
 
 

@@ -129,7 +129,10 @@ class RunFolder:
         """
         present = [name for name in RUN_FILES if (self.path / name).exists()]
         if present and not resuming and not self._never_started():
-            hint = "resume it with --resume auto, choose another folder with --output, or move that run away"
+            hint = (
+                "resume it with --resume auto, choose another folder with --output, or move that run away (in Python: "
+                'resume="auto", output=...)'
+            )
             raise InputError(f"{self.path} already holds a run ({', '.join(present)})", hint=hint)
 
     def locked(self) -> AbstractContextManager[None]:

@@ -116,7 +116,7 @@ def model_card(
     ends = describe_answer_ends(task, is_adapter=recipe.adapter.type != "none")
     has_code = bool(getattr(getattr(model, "config", None), "auto_map", None))
     how_to_load = loading_instructions(auto_class, label_names(model), pipeline_tag, has_code=has_code)
-    library = "peft" if recipe.adapter.type == "lora" else "transformers"
+    library = "peft" if recipe.adapter.type == "lora" else "transformers" if auto_class else None
     header = ModelCardData(library_name=library, tags=["ftcli"], pipeline_tag=pipeline_tag)
     card = "\n".join(
         [

@@ -60,6 +60,9 @@ def find_damage(folder: Path, *, hashes: bool = True) -> str:
     Returns:
         The first problem, with the name of the file; "" if the checkpoint is intact.
     """
+    if not folder.exists():
+        others = ", ".join(other.name for other in checkpoints_of(folder.parent.parent))
+        return f"there is no such checkpoint{f'; {folder.parent} has {others}' if others else ''}"
     for path in (folder / COMPLETE, folder / STATE):
         if problem := _file_problem(path):
             return problem

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.data.declared_types import class_types, convert_declared, text_types
 from ftcli.data.hub_commits import COMMIT
 from ftcli.data.hub_files import HubFiles, download, find_hub_files
+from ftcli.data.paths import similar_names
 from ftcli.data.streaming.line_reader import suffix_of, text_rows, unreadable_row
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.runtime.log import log_line
@@ -203,9 +204,11 @@ def explain_hub_errors(source: Source) -> Iterator[None]:
         LocalEntryNotFoundError,
         ConnectionError,
     ) as error:
+        similar = f"{found} Otherwise " if (found := similar_names(Path(source.path))) else ""
         raise InputError(
             f"data set {source.path} is neither on this machine nor reachable on the hub",
-            hint=f"check the name, or run `ftcli fetch RECIPE` where there is a network ({type(error).__name__})",
+            hint=f"{similar}check the name, or run `ftcli fetch RECIPE` where there is a network "
+            f"({type(error).__name__})",
         ) from error
     except ValueError as error:  # an unknown configuration or split; the message lists those that exist
         raise InputError(f"data set {source.path}: {error}") from error

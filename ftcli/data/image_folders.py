@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.data.cache_key import file_state
+from ftcli.data.paths import FORMATS
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.reader_errors import reason
 
@@ -235,7 +236,9 @@ def folder_digest(folder: Path) -> str:
 def no_images(folder: Path, unused: Mapping[str, int]) -> InputError:
     """Return the error for a folder without images in its sub-folders, with what it contains."""
     found = f" (it has {_counts(unused)})" if any(unused.values()) else ""
-    return InputError(f"{folder.absolute()} contains no images{found}", hint=EXPECTED)
+    tables = sorted(path.name for path in folder.iterdir() if path.suffix in FORMATS)
+    hint = f"a folder is a source of images only; name the file of rows, such as {tables[0]}" if tables else EXPECTED
+    return InputError(f"{folder.absolute()} contains no images{found}", hint=hint)
 
 
 def _counts(unused: Mapping[str, int]) -> str:

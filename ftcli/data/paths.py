@@ -33,7 +33,8 @@ def local_path(name: str) -> Path | None:
     if name.startswith("asset:"):
         return asset_path(name)
     path = user_path(name)
-    looks_local = path.suffix in FORMATS or name.startswith((".", "/", "~")) or path.exists()
+    is_too_long = "://" not in name and (name.count("/") > 1 or name.endswith("/"))  # a name on the hub is OWNER/NAME
+    looks_local = path.suffix in FORMATS or name.startswith((".", "/", "~")) or is_too_long or path.exists()
     return path if looks_local else None
 
 

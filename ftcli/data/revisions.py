@@ -11,11 +11,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe_model import NO_MODEL
 from ftcli.data.hub_commits import COMMITS, commit_of, entry_name
-from ftcli.data.paths import local_path
+from ftcli.data.paths import local_path, similar_names
 from ftcli.data.streaming.remote_files import is_address
 
 if TYPE_CHECKING:
@@ -111,6 +112,21 @@ def is_on_hub(name: str) -> bool:
 def is_data_set(source: Source | None) -> bool:
     """Return whether a source is a data set on the hub."""
     return source is not None and not glob.has_magic(source.path) and is_on_hub(source.path)
+
+
+def hub_notes(recipe: Recipe) -> list[str]:
+    """Return a note for the model and for each data set of a recipe that is a name on the hub.
+
+    A wrong local path may look like such a name, so a similar local name is part of the note.
+    """
+    names = [("model", recipe.model.name)] if is_on_hub(recipe.model.name) else []
+    sources = [*recipe.data.train_sources, *recipe.data.eval_sources]
+    names += dict.fromkeys(("data set", source.path) for source in sources if is_data_set(source))
+    notes = []
+    for kind, name in names:
+        similar = f" ({found})" if (found := similar_names(Path(name))) else ""
+        notes.append(f"{kind} {name} is a name on the hub: download it with `ftcli fetch`{similar}")
+    return notes
 
 
 def commit_environment(resolved: Resolved) -> dict[str, str]:

@@ -42,7 +42,7 @@ def first_columns(source: Source, *, most_bad: int = 0) -> list[str] | None:
         The names; None if reading them needs a library.
 
     Raises:
-        InputError: A line of a .jsonl file is not a JSON object.
+        InputError: A line of a .jsonl file is not a JSON object, or the file has no rows.
     """
     path = local_path(source.path)
     if path is not None and path.suffix == ".parquet" and path.is_file():
@@ -53,7 +53,10 @@ def first_columns(source: Source, *, most_bad: int = 0) -> list[str] | None:
         return ["text"]
     with path.open("rb") as file:
         if path.suffix in TABLES:
-            return read_header(file, path.suffix)
+            names_in_file, has_rows = read_header(file, path.suffix)
+            if not has_rows:
+                raise InputError(f"{path} has no rows", hint="give a file with at least one row")
+            return names_in_file
         rows = text_rows(path) if path.suffix == ".jsonl" else _objects_of(file)
         names = list(dict.fromkeys(name for row in islice(rows, 1 + most_bad) for name in row))
     if not names and path.suffix == ".jsonl" and next(text_rows(path), None) is None:

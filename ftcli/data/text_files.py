@@ -100,13 +100,17 @@ def split_rows(file: BinaryIO, suffix: str) -> Iterator[Any]:
     return _split_documents(file) if suffix == ".txt" else READERS[suffix].split(file)
 
 
-def read_header(file: BinaryIO, suffix: str) -> list[str] | None:
-    """Return the column names of an open .csv or .tsv file; None if it has none, or its first row is not text."""
+def read_header(file: BinaryIO, suffix: str) -> tuple[list[str] | None, bool]:
+    """Read the start of an open .csv or .tsv file.
+
+    Returns:
+        (column names; None if it has none, or its first row is not text), and whether anything follows them.
+    """
     lines = _Lines(file)
     records = [fields for _, fields in islice(_records(lines, suffix), 2)]
     if lines.is_bad or not records or isinstance(records[0], UnreadableRow):
-        return None
-    return _column_names(records[0])
+        return None, True
+    return _column_names(records[0]), len(records) > 1
 
 
 def json_objects(text: str) -> Iterator[dict[str, Any]]:

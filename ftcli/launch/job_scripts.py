@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import jinja2.sandbox
 
 from ftcli.config.trust import FLAG
-from ftcli.runtime.errors import InputError, Problem
+from ftcli.runtime.errors import InputError, Problem, nearest
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.resources import PACKAGE
 
@@ -137,7 +138,7 @@ def render_job(job: Job, system: str, template: Path | None, placeholders: Mappi
             f"--placeholder {known[0]}: ftcli sets this placeholder itself",
             hint="use the options of ftcli submit instead",
         )
-    text = _render(path, where, values | further)
+    text = _render(path, where, values, further)
     lines = text.splitlines()
     secret = [number for number, line in enumerate(lines, 1) if redact(line) != line]
     if secret or redact(text) != text:
@@ -149,9 +150,14 @@ def render_job(job: Job, system: str, template: Path | None, placeholders: Mappi
     return text
 
 
-def _render(path: Path, where: str, values: dict[str, Any]) -> str:
-    """Return a template with the values of its placeholders; raise `InputError` with all that have none."""
+def _render(path: Path, where: str, values: dict[str, Any], further: Mapping[str, str]) -> str:
+    """Return a template with the values of its placeholders.
+
+    Raises:
+        InputError: The template is wrong, placeholders have no value, or it has none with a name in `further`.
+    """
     missing: list[str] = []
+    values = values | dict(further)
 
     class Missing(jinja2.Undefined):
         def __str__(self) -> str:
@@ -163,7 +169,9 @@ def _render(path: Path, where: str, values: dict[str, Any]) -> str:
     )
     environment.filters["tojson"] = _json
     try:
-        text = environment.from_string(path.read_text(encoding="utf-8")).render(values)
+        template = path.read_text(encoding="utf-8")
+        text = environment.from_string(template).render(values)
+        read = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"--template {path}: {reason}") from error
@@ -175,6 +183,13 @@ def _render(path: Path, where: str, values: dict[str, Any]) -> str:
         known = ", ".join(sorted(values))
         hint = f"give each a value: --placeholder {missing[0]}=VALUE; known: {known}"
         raise InputError(f"no value for placeholder {', '.join(dict.fromkeys(missing))}", where=where, hint=hint)
+    unread = [
+        Problem(f"--placeholder {name}: {path.name} has no such placeholder", hint=nearest(name, sorted(read)))
+        for name in further
+        if name not in read
+    ]
+    if unread:
+        raise InputError(unread)
     return text
 
 

@@ -205,6 +205,7 @@ def _describe_sizes(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict
     from ftcli.config.recipe_model import NO_MODEL
     from ftcli.config.task_registry import task_class
     from ftcli.data.paths import model_folder
+    from ftcli.data.revisions import hub_notes
     from ftcli.models.files import stored_shapes
 
     facts: dict[str, Any] = {}
@@ -224,16 +225,14 @@ def _describe_sizes(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict
     folder = model_folder(recipe.model.name)
     if recipe.model.name == NO_MODEL:
         notes.append("model.name is absent: the task builds its own model")
-    elif folder is None:
-        notes.append(f"model {recipe.model.name} is a name on the hub: download it with `ftcli fetch`")
-    else:
+    elif folder is not None:
         weights = 4 * sum(map(math.prod, stored_shapes(folder).values()))
         if recipe.adapter.type == "none":
             facts["disk for final/"] = f"about {weights / 1e6:.0f} MB"
         else:
             facts["disk for final/"] = "the adapter only, a few MB"
         facts["model weights"] = f"{weights / 1e6:.0f} MB in float32"
-    return facts, notes
+    return facts, notes + hub_notes(recipe)
 
 
 def describe_optimizer(recipe: Recipe) -> str:

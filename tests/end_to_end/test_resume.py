@@ -159,6 +159,11 @@ def test_train_into_a_folder_with_a_run_is_refused_and_names_resume_auto(train: 
     assert code == 2 and "already holds a run" in output and "--resume auto" in output
 
 
+def test_resume_of_a_checkpoint_that_does_not_exist_lists_the_others(train: Ftcli, finished: Path) -> None:
+    code, output = train(finished, "--resume", str(finished / "checkpoints" / "step-000099"))
+    assert code == 2 and "there is no such checkpoint" in output and "has step-00000" in output
+
+
 def test_resume_of_a_finished_run_changes_nothing(train: Ftcli, finished: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in finished.rglob("*")}
     code, output = train(finished, "--resume", "auto", "--set", "log.every_steps=2")

@@ -12,6 +12,7 @@ from typing import Any
 
 from ftcli.data.streaming.line_reader import suffix_of
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.reader_errors import reason
 from ftcli.runtime.redaction import is_redacted
 
 WEB = ("http://", "https://")
@@ -98,7 +99,7 @@ def list_address(address: str, is_data_file: Callable[[str], Any]) -> tuple[list
         files = sorted(sizes)
         known = [system.info(file).get("size") if sizes[file] is None else sizes[file] for file in files]
     except Exception as error:  # each file system has its own exceptions
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause = reason(error.__cause__ or error).splitlines()[0]
         hint = "check the address and the credentials in the environment"
         raise InputError(f"data.train: {address} cannot be read: {cause}", hint=hint) from error
     if not files:

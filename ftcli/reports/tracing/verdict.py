@@ -179,7 +179,7 @@ def _describe_slowest(shares: Mapping[int, Mapping[str, float]]) -> list[str]:
 def _other_limits(mean: Mapping[str, float], setting: Setting) -> Iterator[str]:
     """Yield a sentence for each other part above its bound, and for steps that compute most of the time."""
     if mean["data"] > MOST_DATA:
-        more = f"data.workers: {max(2, setting.workers * 2)} loads rows beside the training; `ftcli tokenize` before"
+        more = f"data.workers: {max(2, setting.workers * 2)} loads rows beside the training"
         yield f"data: {mean['data']:.0%} of a step waits for rows. recipe: {more}"
     if mean["idle"] > MOST_IDLE:
         device = "the GPU waits for Python" if setting.on_gpu else "Python runs between operators"

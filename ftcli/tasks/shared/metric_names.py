@@ -62,10 +62,10 @@ def require_metric(metric: str, names: Iterable[str]) -> None:
     known = list(names)
     if metric not in known:
         suggestion = nearest(metric.removeprefix(PREFIX), known)
-        raise InputError(
-            f"checkpoint.keep_best.metric: an evaluation has no metric {metric}",
-            hint=f"{suggestion + ' ' if suggestion else ''}It has {', '.join(known)}",
-        )
+        hint = f"{suggestion + ' ' if suggestion else ''}It has {', '.join(known)}"
+        if metric.removeprefix(PREFIX).startswith("f1/"):
+            hint += "; that of a label is known before the run if task_options.labels lists the labels"
+        raise InputError(f"checkpoint.keep_best.metric: an evaluation has no metric {metric}", hint=hint)
 
 
 def _declared_metrics(task: type, options: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -65,4 +65,6 @@ def test_write_answer_ends_adds_what_was_trained_before_the_ends_of_the_base(cas
     assert json.loads((exported / "generation_config.json").read_text()) == settings
     card = model_card(recipe, {}, model, task.auto_class, task=task)
     assert f"Answers end with `{['<|im_start|>', '<|im_end|>'][expected[0]]}`: `generation_config.json` has it" in card
+    assert f"library_name: {'peft' if is_adapter else 'transformers'}" in card
+    assert is_adapter or "library_name" not in model_card(recipe, {})  # a module that no class of transformers loads
     assert (BASE_LACKS_IT in card) == is_adapter and BASE_LACKS_IT not in merged_card(card)

@@ -20,6 +20,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_data import Source
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.data.encode import PARALLEL_FROM, encode_source, encoded_files
+from ftcli.data.revisions import hub_notes
 from ftcli.data.sources import check_source, first_columns
 from ftcli.launch.preflight import describe_formats
 from ftcli.runtime.errors import InputError
@@ -328,7 +329,7 @@ def test_check_prints_the_format_of_every_source_from_its_first_row(model: Path,
 @pytest.mark.parametrize(
     ("name", "content", "columns"),
     [
-        ("header.csv", "prompt,completion\n", ["prompt", "completion"]),
+        ("header.csv", "prompt,completion\nx,y\n", ["prompt", "completion"]),
         ("blank.csv", "\n\nprompt,completion\nx,y\n", ["prompt", "completion"]),
         ("wide.csv", f"prompt,completion\n{'x' * 200_000},y\n", ["prompt", "completion"]),
         ("rows.jsonl", '\n{"a": 1}\n{"b": 2}\n{"c": 3}\n', ["a", "b"]),
@@ -345,6 +346,42 @@ def test_first_columns_with_a_missing_column_is_refused_before_reading_all_rows(
     check_source(source, {"prompt": columns[0]}, most_bad=1)
     with pytest.raises(InputError, match="no column 'elsewhere'"):
         check_source(source, {"prompt": "elsewhere"}, most_bad=1)
+
+
+@pytest.mark.parametrize(("name", "header"), [("a.csv", "prompt,completion\n"), ("a.tsv", "\nprompt\tcompletion")])
+def test_first_columns_of_a_table_without_rows_are_refused(name: str, header: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(header)
+    with pytest.raises(InputError, match=f"{name} has no rows"):
+        first_columns(Source(path=str(tmp_path / name)))
+
+
+def test_check_source_of_a_folder_of_tables_names_a_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
+    with pytest.raises(InputError, match=r"name the file of rows, such as rows.jsonl"):
+        check_source(Source(path=str(tmp_path)), {})
+
+
+@pytest.mark.parametrize("path", ["shards/train3/", "shards/a/b", "shards/train3/x"])
+def test_a_path_that_cannot_be_a_name_on_the_hub_is_local(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shards" / "train2").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="no data at") as caught:
+        check_source(Source(path=path), {})
+    assert path != "shards/train3/" or "did you mean 'train2'?" in str(caught.value)
+
+
+def test_notes_of_names_on_the_hub_have_a_similar_local_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shards" / "train2").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of(model, {"train": ["shards/train3", "far/away"], "eval": "far/away"})
+    end = "is a name on the hub: download it with `ftcli fetch`"
+    assert hub_notes(recipe) == [f"data set shards/train3 {end} (did you mean 'train2'?)", f"data set far/away {end}"]
+    elsewhere = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": "nobody/nothing"})})
+    assert hub_notes(elsewhere)[0] == f"model nobody/nothing {end}"
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def test_submit_signals_before_half_of_a_short_time() -> None:
         ({"overrides": ["data.train=absent.jsonl"]}, "absent.jsonl"),
         ({"overrides": ["optimizer.learning_rat=1"], "profile": "fsdq"}, "'fsdq' is neither a profile file nor"),
         ({"placeholders": {"nodes": "3"}}, "--placeholder nodes: ftcli sets this placeholder itself"),
+        ({"placeholders": {"partion": "gpu"}}, "--placeholder partion: slurm.sh.jinja has no such placeholder"),
+        ({"placeholders": {"partion": "gpu"}}, "did you mean 'partition'?"),
         ({"template": "absent.sh"}, "--template absent.sh: No such file"),
     ],
 )

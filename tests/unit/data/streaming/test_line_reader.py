@@ -6,8 +6,10 @@ import bz2
 import gzip
 import json
 import lzma
+import socket
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,7 +20,8 @@ import pytest
 from ftcli.data import text_files
 from ftcli.data.streaming import line_reader
 from ftcli.data.streaming.line_reader import read_lines
-from ftcli.runtime.errors import RowError, RunError
+from ftcli.data.streaming.remote_files import list_address
+from ftcli.runtime.errors import InputError, RowError, RunError
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -170,6 +173,15 @@ def test_read_lines_of_a_broken_connection_continues_where_it_stopped(
     monkeypatch.setattr(Breaks, "requests", 0)
     assert rows_or_messages(read_lines(address, 0)) == [{"n": n} for n in range(10)]
     assert Breaks.requests == expected
+
+
+@pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")
+def test_list_address_of_a_closed_port_says_why() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(InputError, match="cannot be read: connect call failed"):
+        list_address(f"http://127.0.0.1:{port}/a.jsonl", bool)
 
 
 def test_read_lines_of_an_address_without_data_ends_with_an_error(

@@ -275,3 +275,5 @@ def test_keep_best_knows_the_metrics_of_the_problem(model: Path) -> None:
     check(MULTI | {"labels": ["a", "b"]}, "f1/a")
     with pytest.raises(InputError, match="an evaluation has no metric accuracy"):
         check(NUMBERS, "accuracy")
+    with pytest.raises(InputError, match="known before the run if task_options.labels lists the labels"):
+        check(MULTI, "f1/a")

@@ -120,6 +120,8 @@ def export(
     elif expected.distance is not None:
         checked += f", and its logits are within {expected.distance:.1e} of the trained model's"
     loaded = "loads in plain transformers" if job.auto_class else "was built by its task"
+    if job.recipe.model.new_tokens and job.recipe.adapter.type == "lora" and not job.merge:
+        loaded += " (README.md says what a base with too few rows for the new tokens needs)"
     log_line(f"{target} {loaded}; {checked}")
     return target
 

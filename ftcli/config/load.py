@@ -25,9 +25,10 @@ from ftcli.config.task_registry import find_task, is_custom_task, recipe_problem
 from ftcli.config.trust import NO_CWD, check_stored
 from ftcli.config.validation import branches, validate
 from ftcli.config.yaml_document import Document, Keys, by_place, dump_document, read_document
+from ftcli.runtime.checkpoint_names import step_of
 from ftcli.runtime.errors import CLOSE, InputError, Problem, nearest
 from ftcli.runtime.process import has_rank
-from ftcli.runtime.reader_errors import missing_folder
+from ftcli.runtime.reader_errors import missing_folder, user_path
 from ftcli.runtime.resources import PACKAGE, find_file, shipped_files
 
 __all__ = [
@@ -116,7 +117,10 @@ def load_run_recipe(folder: str | Path, *, trust_remote_code: bool = False) -> R
     if not path.parent.exists():
         raise missing_folder(path.parent)
     if not path.is_file():
-        raise InputError(f"{folder} has no run", hint="give the folder of a run, by default runs/<recipe>")
+        hint = "give the folder of a run, by default runs/<recipe>"
+        if step_of(path.parent) >= 0:
+            hint = f"it is a checkpoint; export and generate take one, other commands its run {path.parents[2]}"
+        raise InputError(f"{folder} has no run", hint=hint)
     recipe = _without_problems(*_checked(_read(path), [], is_stored=True))
     return check_stored(recipe, Path(folder), trusted=trust_remote_code)
 
@@ -177,7 +181,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def run_output(path_or_name: str | Path, recipe: Recipe, output: str | Path | None = None) -> Path:
     """Return the run folder: `output`, else the recipe's key `output`, else runs/<file name of the recipe>."""
-    return Path(output or recipe.output or Path("runs") / Path(path_or_name).stem)
+    return user_path(output or recipe.output or Path("runs") / Path(path_or_name).stem, "output")
 
 
 @cache

@@ -34,6 +34,14 @@ from ftcli.runtime.errors import RowError
 
 Answer = str | list[Any]  # text, or messages
 
+WAS_TEXT = "was_text"  # of a row of text that became messages, because it has parts that need a chat template
+SHARED = (
+    "prompt",
+    "tools",
+    "chat_template_kwargs",
+    "weight",
+    WAS_TEXT,
+)  # of both answers of a pair
 TRUTHS = {"true": True, "false": False}  # booleans in tables without types
 SCORE = "score"  # name of the score of a row with a column `score`
 WEIGHTS = (2.0**-16, 1e6)  # least and largest weight; sums of weights in units of 2^-16 then fit into 64 bits
@@ -54,7 +62,7 @@ def split_pair(pair: Mapping[str, Any]) -> list[dict[str, Any]]:
     unused = [name for name in ("margin", "ref_chosen_logps", "ref_rejected_logps") if name in pair]
     if unused:
         raise RowError(f"has {', '.join(unused)}, which only a loss of pairs uses; this task splits pairs")
-    shared = {name: pair[name] for name in ("prompt", "tools", "chat_template_kwargs", "weight") if name in pair}
+    shared = {name: pair[name] for name in SHARED if name in pair}
     return [{**shared, "completion": pair[name], "label": name == "chosen"} for name in ("chosen", "rejected")]
 
 
@@ -252,7 +260,8 @@ def _row_of(prompt: Answer, answers: dict[str, Any], row: Row) -> dict[str, Any]
     if not options and not row.get("system"):
         return {"prompt": prompt, **answers}
     chat = conversation([{"role": "user", "content": prompt}], row)
-    return {"prompt": chat.pop("messages"), **{name: _as_chat(value) for name, value in answers.items()}, **chat}
+    turns = {name: _as_chat(value) for name, value in answers.items()}
+    return {"prompt": chat.pop("messages"), **turns, **chat, WAS_TEXT: True}
 
 
 def _as_chat(answer: Any) -> Any:

@@ -178,7 +178,15 @@ def read_rows(
     require_columns(rows.column_names, columns.values(), source.path)
     renamed = set(columns.values())
     rows = rows.remove_columns([n for n in columns if n in rows.column_names and n not in renamed and columns[n] != n])
-    return rows.rename_columns({name: expected for expected, name in columns.items() if expected != name})
+    names: dict[str, str] = {}
+    for expected, name in columns.items():
+        if expected == name:
+            continue
+        if name in names or columns.get(name) == name:  # a column with several names
+            rows = rows.add_column(expected, rows.data.column(name))
+        else:
+            names[name] = expected
+    return rows.rename_columns(names)
 
 
 def is_table(source: Source) -> bool:

@@ -107,7 +107,7 @@ def submit(
         folder=Path.cwd() if is_shared else Path("/workspace"),
         recipe=_path_in_job(recipe, is_shared),
         profile=None if profile is None else _path_in_job(profile, is_shared),
-        output=str(folder.absolute()) if is_shared else str(folder),
+        output=str(folder.absolute()) if is_shared else _path_in_claim(folder),
         nodes=machines,
         gpus_per_node=gpus,
         num_processes=world,
@@ -193,12 +193,15 @@ def _path_in_job(name: str | Path, is_shared: bool) -> str:
     path = Path(name)
     if not path.is_file():
         return str(name)
-    if is_shared:
-        return str(path.absolute())
+    return str(path.absolute()) if is_shared else _path_in_claim(path)
+
+
+def _path_in_claim(path: Path) -> str:
+    """Return a path relative to the current folder, which the claim of a Kubernetes job holds."""
     absolute, here = path.absolute().resolve(), Path.cwd().resolve()
     if not absolute.is_relative_to(here):
         raise InputError(
-            f"{name} is outside of the current folder", hint="the claim of a Kubernetes job holds the current folder"
+            f"{path} is outside of the current folder", hint="the claim of a Kubernetes job holds the current folder"
         )
     return str(absolute.relative_to(here))
 

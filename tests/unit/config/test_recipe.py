@@ -548,6 +548,7 @@ def test_load_recipe_run_folder_is_the_option_else_the_recipes_else_the_file_nam
     assert run_output("smoke/sft", loaded) == Path("runs/sft")
     assert run_output("a/v1.5.yaml", loaded) == Path("runs/v1.5")
     assert run_output("r.yaml", load_recipe(recipe, ["output=o"])) == Path("o")
+    assert run_output("r.yaml", load_recipe(recipe, ["output=~/o"])) == Path.home() / "o"
     assert run_output("r.yaml", load_recipe(recipe, ["output=o"]), "p") == Path("p")
 
 

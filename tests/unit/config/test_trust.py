@@ -198,6 +198,9 @@ def test_load_run_recipe_ignores_stored_trust(tmp_path: Path, model: Path) -> No
         load_run_recipe(tmp_path)
     with pytest.raises(InputError, match="there is no folder"):
         load_run_recipe(tmp_path / "nowhere")
+    (checkpoint := tmp_path / "mine" / "checkpoints" / "step-000006").mkdir(parents=True)
+    with pytest.raises(InputError, match="it is a checkpoint; export and generate take one, other commands its run"):
+        load_run_recipe(checkpoint)
 
 
 def test_check_stored_stored_kernel_is_downloaded_code(tmp_path: Path, model: Path) -> None:

@@ -103,7 +103,7 @@ def test_tools_variables_and_system_belong_to_the_prompt() -> None:
     assert converted["chat_template_kwargs"] == {"thinking": False}
     assert converted["chosen"][0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
     text = convert({"prompt": "hi", "chosen": "a", "rejected": "b", **columns}, KINDS)
-    assert text == converted | {"chosen": [GOOD], "rejected": [BAD]}
+    assert text == converted | {"chosen": [GOOD], "rejected": [BAD], "was_text": True}
 
 
 def test_text_stays_text_with_its_numbers() -> None:

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from ftcli.config.recipe_data import Source
 from ftcli.data.arrow_tables import build_dataset
 from ftcli.data.formats import convert
-from ftcli.data.sources import check_source, first_columns, read_rows
+from ftcli.data.sources import check_source, first_columns, read_rows, rename_columns
 from ftcli.data.streaming.corpus import open_source
 from ftcli.data.streaming.lanes import BadRow
 from ftcli.data.text_files import EmptyLine
@@ -263,3 +263,19 @@ def test_read_rows_of_parquet_with_a_type_that_datasets_lacks_names_the_file(tmp
     parquet.write_table(pa.table({"text": ["x"], "extra": column}), path)
     with pytest.raises(InputError, match="cannot read .*rows.parquet"):
         read_rows(Source(path=str(path)), {})
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"weight": "score", "margin": "score"}, {"a": 1, "weight": 2, "margin": 2}),
+        ({"score": "score", "margin": "score"}, {"a": 1, "score": 2, "margin": 2}),
+        ({"a": "score", "score": "a", "more": "a"}, {"a": 2, "score": 1, "more": 1}),
+    ],
+)
+def test_read_rows_of_a_column_with_several_names_has_all_of_them(
+    columns: dict[str, str], expected: dict[str, int], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"a": 1, "score": 2}\n')
+    assert read_rows(Source(path=str(tmp_path / "rows.jsonl")), columns, [])[0] == expected
+    assert rename_columns({"a": 1, "score": 2}, columns) == expected

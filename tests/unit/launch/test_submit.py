@@ -255,14 +255,19 @@ def test_command_gives_the_script_to_sbatch_and_prints_the_job(programs: Path, r
     assert written.read_text() == script(output=tmp_path / "out" / "run")
 
 
-def test_command_shows_why_the_cluster_refused_the_job(programs: Path, run_cli: RunCli, tmp_path: Path) -> None:
+def test_command_shows_why_the_cluster_refused_the_job(programs: Path, run_cli: RunCli) -> None:
     put_program(programs, "kubectl", 'echo "error: no cluster" >&2\nexit 1\n')
-    ended = run_cli("submit", "recipe.yaml", "--kubernetes", *CLUSTER, "--output", tmp_path / "run")
-    assert ended.code == 1 and ended.err.strip().endswith("run.kubernetes.yaml: error: no cluster")
+    ended = run_cli("submit", "recipe.yaml", "--kubernetes", *CLUSTER, "--output", "runs/given")
+    assert ended.code == 1 and ended.err.strip().endswith("given.kubernetes.yaml: error: no cluster")
     with pytest.raises(RunError):
-        ftcli.submit(
-            "recipe.yaml", system="kubernetes", placeholders={"image": "a", "claim": "b"}, output=tmp_path / "r"
-        )
+        ftcli.submit("recipe.yaml", system="kubernetes", placeholders={"image": "a", "claim": "b"}, output="runs/again")
+
+
+def test_submit_of_a_folder_outside_of_the_claim_is_refused_and_one_inside_is_relative(tmp_path: Path) -> None:
+    claim = {"system": "kubernetes", "placeholders": {"image": "a", "claim": "b"}}
+    assert " --output runs/x " in script(output=Path.cwd() / "runs" / "x", **claim)
+    for outside in (tmp_path / "x", "../outside/x"):
+        assert_refused("x is outside of the current folder", output=outside, **claim)
 
 
 @pytest.mark.parametrize("options", [(), ("--slurm", "--kubernetes")])

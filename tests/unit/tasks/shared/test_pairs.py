@@ -126,6 +126,16 @@ def test_messages_without_a_chat_template_are_refused(tokenizer: Any) -> None:
     assert isinstance(actual, RowError) and "no chat template" in str(actual)
 
 
+@pytest.mark.parametrize("as_chat", [True, False])
+def test_text_with_what_only_a_chat_holds_is_refused_where_there_are_no_chats(tokenizer: Any, as_chat: bool) -> None:
+    row = convert({"prompt": "p", "chosen": "a", "rejected": "b", "system": "Be kind."}, ("compared",))
+    (actual,) = encode_answers(tokenizer, [{**row, "answer": row["chosen"]}], as_chat=as_chat, variables={})
+    if as_chat:
+        assert "Be kind." in tokenizer.decode(actual[0])
+    else:
+        assert isinstance(actual, RowError) and "has parts that need a chat template" in str(actual)
+
+
 def side(length: int, first: int, start: int = 0) -> tuple[list[int], list[bool]]:
     return list(range(start, start + length)), [place >= first for place in range(length)]
 

@@ -248,12 +248,17 @@ class Task:
             return {"loss": loss, "perplexity": float(np.exp(loss))}
 
     def answer_ends(self) -> list[int]:
-        """Return the tokens that end a trained answer: those of the chat template, or the tokenizer's."""
+        """Return the tokens that end a trained answer: those of the chat template, or the tokenizer's.
+
+        With `chat: never` rows of text end with the tokenizer's token, and rows of messages with the template's.
+        """
         from ftcli.data.chat.encode import trained_ends
 
-        if self.options.chat != "never" and self.tokenizer.chat_template:
-            return sorted(trained_ends(self.tokenizer, self.variables))
-        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        of_text = {self.tokenizer.eos_token_id} - {None}
+        of_chats = trained_ends(self.tokenizer, self.variables) if self.tokenizer.chat_template else set()
+        if self.options.chat == "never":
+            return sorted({*of_text, *of_chats})
+        return sorted(of_chats if self.tokenizer.chat_template else of_text)
 
     def save_processor(self, folder: str) -> None:
         """Write the tokenizer with its chat template."""

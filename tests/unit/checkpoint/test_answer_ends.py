@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "adapter": ("sft", {"adapter": LORA}, [1, 0]),
     "pairs": ("preference", {}, [1, 0]),
     "labelled": ("unpaired_preference", {}, [1, 0]),
-    "plain text": ("sft", {"task_options": {"chat": "never"}}, [0]),
+    "text, and chats as they are": ("sft", {"task_options": {"chat": "never"}}, [0, 1]),
     "documents": ("pretrain", {}, [0]),
 }
 
@@ -64,7 +64,9 @@ def test_write_answer_ends_adds_what_was_trained_before_the_ends_of_the_base(cas
     complete_answer_ends(recipe, final, exported)
     assert json.loads((exported / "generation_config.json").read_text()) == settings
     card = model_card(recipe, {}, model, task.auto_class, task=task)
-    assert f"Answers end with `{['<|im_start|>', '<|im_end|>'][expected[0]]}`: `generation_config.json` has it" in card
+    names = ["`<|im_start|>`", "`<|im_end|>`"]
+    trained = names if expected == [0, 1] else [names[expected[0]]]
+    assert f"Answers end with {' or '.join(trained)}: `generation_config.json` has it" in card
     assert f"library_name: {'peft' if is_adapter else 'transformers'}" in card
     assert is_adapter or "library_name" not in model_card(recipe, {})  # a module that no class of transformers loads
     assert (BASE_LACKS_IT in card) == is_adapter and BASE_LACKS_IT not in merged_card(card)

@@ -48,9 +48,9 @@ def main() -> None:
         report = json.loads((folder / "trace.json").read_text())
         for rank, facts in report["ranks"].items():
             counted = timeline(folder / f"rank-{rank}.trace.json.gz")
-            told = {"step": 1000 * facts["seconds"]}
-            told |= {name: told["step"] * facts["shares"][name] for name in ("hidden", "exposed")}
-            parts = [f"{name} {told[name]:.2f} ms, counted {counted[name]:.2f}" for name in told]
+            reported = {"step": 1000 * facts["seconds"]}
+            reported |= {name: reported["step"] * facts["shares"][name] for name in ("hidden", "exposed")}
+            parts = [f"{name} {reported[name]:.2f} ms, counted {counted[name]:.2f}" for name in reported]
             print(f"{folder.name} rank {rank}: {'; '.join(parts)}")
 
 

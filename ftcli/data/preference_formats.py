@@ -35,13 +35,7 @@ from ftcli.runtime.errors import RowError
 Answer = str | list[Any]  # text, or messages
 
 WAS_TEXT = "was_text"  # of a row of text that became messages, because it has parts that need a chat template
-SHARED = (
-    "prompt",
-    "tools",
-    "chat_template_kwargs",
-    "weight",
-    WAS_TEXT,
-)  # of both answers of a pair
+SHARED = ("prompt", "tools", "chat_template_kwargs", "weight", WAS_TEXT)  # keys that both answers of a pair have
 TRUTHS = {"true": True, "false": False}  # booleans in tables without types
 SCORE = "score"  # name of the score of a row with a column `score`
 WEIGHTS = (2.0**-16, 1e6)  # least and largest weight; sums of weights in units of 2^-16 then fit into 64 bits

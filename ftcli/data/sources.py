@@ -183,7 +183,7 @@ def read_rows(
         if expected == name:
             continue
         if name in names or columns.get(name) == name:  # a column with several names
-            rows = rows.add_column(expected, rows.data.column(name))
+            rows = rows.add_column(expected, rows.data.column(name), feature=rows.features[name])
         else:
             names[name] = expected
     return rows.rename_columns(names)

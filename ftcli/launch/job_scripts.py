@@ -169,9 +169,9 @@ def _render(path: Path, where: str, values: dict[str, Any], further: Mapping[str
     )
     environment.filters["tojson"] = _json
     try:
-        template = path.read_text(encoding="utf-8")
+        template = environment.parse(path.read_text(encoding="utf-8"))
+        read = jinja2.meta.find_undeclared_variables(template)
         text = environment.from_string(template).render(values)
-        read = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"--template {path}: {reason}") from error

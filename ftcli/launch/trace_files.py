@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 WARM_UP = 6  # steps before the recorded ones: caches, compiled layers, autotuning, clocks
-SETTLING = 3  # the first of them, which say nothing about the time of a step
+SLOW_STEPS = 3  # the first of them, which are slower than the others
 COOL_DOWN = 2  # steps after the recorded ones, so that the last recorded step loads the rows of another one
 STEP, PHASE = "ftcli.step", "ftcli.phase: "  # ranges in the trace
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.launch.trace_files import PHASE, SETTLING, STEP, WARM_UP, facts_name, trace_name
+from ftcli.launch.trace_files import PHASE, SLOW_STEPS, STEP, WARM_UP, facts_name, trace_name
 from ftcli.launch.worker import check_world
 from ftcli.runtime.failures import record_failure, watch_parent, watch_peers
 from ftcli.runtime.heartbeat import Heartbeat
@@ -158,7 +158,7 @@ def _write(run: Run, profiler: Any, folder: RunFolder, plain: list[float], recor
         "accumulation": run.plan.typical_passes,
         "steps": len(recorded),
         "step_seconds": recorded,
-        "plain_step_seconds": plain[SETTLING:],
+        "plain_step_seconds": plain[SLOW_STEPS:],
         "peak_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else None,
         "compiled": run.compiled,
         "recomputed": run.memory_saving.mode,

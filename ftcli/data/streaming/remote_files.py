@@ -99,7 +99,7 @@ def list_address(address: str, is_data_file: Callable[[str], Any]) -> tuple[list
         files = sorted(sizes)
         known = [system.info(file).get("size") if sizes[file] is None else sizes[file] for file in files]
     except Exception as error:  # each file system has its own exceptions
-        cause = reason(error.__cause__ or error).splitlines()[0]
+        cause = reason(error.__cause__ or error)
         hint = "check the address and the credentials in the environment"
         raise InputError(f"data.train: {address} cannot be read: {cause}", hint=hint) from error
     if not files:

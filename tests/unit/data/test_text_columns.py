@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from datasets import disable_progress_bars
+from datasets import ClassLabel, Dataset, Features, disable_progress_bars
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -279,3 +279,11 @@ def test_read_rows_of_a_column_with_several_names_has_all_of_them(
     (tmp_path / "rows.jsonl").write_text('{"a": 1, "score": 2}\n')
     assert read_rows(Source(path=str(tmp_path / "rows.jsonl")), columns, [])[0] == expected
     assert rename_columns({"a": 1, "score": 2}, columns) == expected
+
+
+def test_read_rows_of_a_column_with_several_names_keep_its_type(tmp_path: Path) -> None:
+    features = Features({"label": ClassLabel(names=["no", "yes"])})
+    Dataset.from_dict({"label": [1, 0]}, features=features).to_parquet(str(tmp_path / "rows.parquet"))
+    columns = {"label": "label", "other": "label"}
+    rows = read_rows(Source(path=str(tmp_path / "rows.parquet")), columns, [])
+    assert rows["other"][:] == rows["label"][:] and rows.features["other"] == rows.features["label"]

@@ -119,7 +119,8 @@ def load_run_recipe(folder: str | Path, *, trust_remote_code: bool = False) -> R
     if not path.is_file():
         hint = "give the folder of a run, by default runs/<recipe>"
         if step_of(path.parent) >= 0:
-            hint = f"it is a checkpoint; export and generate take one, other commands its run {path.parents[2]}"
+            run = path.absolute().parents[2]
+            hint = f"it is a checkpoint; export and generate take one, other commands its run {run}"
         raise InputError(f"{folder} has no run", hint=hint)
     recipe = _without_problems(*_checked(_read(path), [], is_stored=True))
     return check_stored(recipe, Path(folder), trusted=trust_remote_code)

@@ -37,6 +37,7 @@ from ftcli.tasks.protocol import properties_of
 Row = Mapping[str, Any]
 
 PREFERENCES = {"chosen", "rejected"}
+ONLY_IN_CHATS = "has parts that need a chat template (system, tools, ...), but task_options.chat is never"
 COLUMNS_HINT = "set data.columns to the columns that this task trains on"
 
 

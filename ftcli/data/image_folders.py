@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.data.cache_key import file_state
+from ftcli.data.paths import FORMATS
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.reader_errors import reason
 
 MOST_OTHERS = 10_000  # allowed number of files in a folder of images that are not images
-TABLES = {".jsonl", ".csv", ".tsv", ".parquet"}  # files of rows; .json and .txt files may be anything
+ROW_FILES = FORMATS.keys() - {".json", ".txt"}  # those two may be anything
 EXPECTED = "expected one sub-folder per label with image files in it"
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 SPLITS = {
@@ -236,7 +237,7 @@ def folder_digest(folder: Path) -> str:
 def no_images(folder: Path, unused: Mapping[str, int]) -> InputError:
     """Return the error for a folder without images in its sub-folders, with what it contains."""
     found = f" (it has {_counts(unused)})" if any(unused.values()) else ""
-    tables = sorted(path.name for path in folder.iterdir() if path.suffix in TABLES)
+    tables = sorted(path.name for path in folder.iterdir() if path.suffix in ROW_FILES and path.is_file())
     hint = f"a folder is a source of images only; name the file of rows, such as {tables[0]}" if tables else EXPECTED
     return InputError(f"{folder.absolute()} contains no images{found}", hint=hint)
 

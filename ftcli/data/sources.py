@@ -178,15 +178,14 @@ def read_rows(
     require_columns(rows.column_names, columns.values(), source.path)
     renamed = set(columns.values())
     rows = rows.remove_columns([n for n in columns if n in rows.column_names and n not in renamed and columns[n] != n])
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # name in the source -> its first name here
     for expected, name in columns.items():
-        if expected == name:
-            continue
-        if name in names or columns.get(name) == name:  # a column with several names
-            rows = rows.add_column(expected, rows.data.column(name), feature=rows.features[name])
-        else:
-            names[name] = expected
-    return rows.rename_columns(names)
+        names[name] = name if columns.get(name) == name else names.get(name, expected)
+    rows = rows.rename_columns({name: first for name, first in names.items() if name != first})
+    for expected, name in columns.items():
+        if expected != (first := names[name]):  # a column with several names
+            rows = rows.add_column(expected, rows.data.column(first), feature=rows.features[first])
+    return rows
 
 
 def is_table(source: Source) -> bool:

@@ -172,8 +172,10 @@ def describe_formats(recipe: Recipe) -> dict[str, str]:
             mapped = recipe.data.columns_of(source)
             if not is_stream:
                 mapped = with_usual_names(task, mapped, stored_columns, where=f"data.{split}: {source.path}")
-            expected_names = {stored: expected for expected, stored in mapped.items()}
-            columns = [expected_names.get(column, column) for column in stored_columns]
+            expected_names: dict[str, list[str]] = {}
+            for expected, stored in mapped.items():
+                expected_names.setdefault(stored, []).append(expected)
+            columns = [name for column in stored_columns for name in expected_names.get(column, [column])]
             if not kinds:
                 descriptions[name] = f"{source.path}: {described_columns(task, columns)}"
                 continue

@@ -28,6 +28,7 @@ System = Literal["slurm", "kubernetes"]
 SUFFIXES = {"slurm": ".slurm.sh", "kubernetes": ".kubernetes.yaml"}
 # The command that takes the job's file as its last argument and prints the name of the job.
 COMMANDS = {"slurm": ("sbatch", "--parsable"), "kubernetes": ("kubectl", "create", "--output=name", "--filename")}
+WORKSPACE = Path("/workspace")  # where a pod mounts its claim
 PLACES = {"slurm": "a login node of the cluster", "kubernetes": "a machine with access to the cluster"}
 
 
@@ -104,10 +105,10 @@ def submit(
     is_shared = system == "slurm"  # the job sees the paths of this machine
     job = Job(
         name=job_name(folder),
-        folder=Path.cwd() if is_shared else Path("/workspace"),
+        folder=Path.cwd() if is_shared else WORKSPACE,
         recipe=_path_in_job(recipe, is_shared),
         profile=None if profile is None else _path_in_job(profile, is_shared),
-        output=str(folder.absolute()) if is_shared else _path_in_claim(folder),
+        output=str(folder.absolute()) if is_shared else _output_in_pod(folder, template),
         nodes=machines,
         gpus_per_node=gpus,
         num_processes=world,
@@ -196,12 +197,22 @@ def _path_in_job(name: str | Path, is_shared: bool) -> str:
     return str(path.absolute()) if is_shared else _path_in_claim(path)
 
 
+def _output_in_pod(folder: Path, template: str | Path | None) -> str:
+    """Return the run folder as a pod finds it. A template of the user may mount more than the claim."""
+    if not folder.is_absolute() and ".." not in folder.parts:
+        return str(folder)  # it may be a link here, which the pod follows in the claim
+    if template is not None or folder.is_relative_to(WORKSPACE):
+        return str(folder)
+    return _path_in_claim(folder)
+
+
 def _path_in_claim(path: Path) -> str:
     """Return a path relative to the current folder, which the claim of a Kubernetes job holds."""
     absolute, here = path.absolute().resolve(), Path.cwd().resolve()
     if not absolute.is_relative_to(here):
         raise InputError(
-            f"{path} is outside of the current folder", hint="the claim of a Kubernetes job holds the current folder"
+            f"{path} is outside of the current folder",
+            hint="the claim of a Kubernetes job holds the current folder; name a path below it",
         )
     return str(absolute.relative_to(here))
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ftcli.data.chat.encode import TrainOn, encode_weighted
 from ftcli.data.chat.text_spans import decode_spans
-from ftcli.data.formats import convert
+from ftcli.data.formats import ONLY_IN_CHATS, convert
 from ftcli.models.kernels.document_attention import (
     check_architecture,
     check_heads,
@@ -160,7 +160,7 @@ class Task:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             return {"messages": turns, "tools": example.get("tools"), **weight_column(example)}
         if "prompt" in example and self.options.chat == "never":
-            raise RowError("has parts that need a chat template (system, tools, ...), but task_options.chat is never")
+            raise RowError(ONLY_IN_CHATS)
         if not has_template:
             raise RowError("has messages, but the tokenizer has no chat template")
         return example
@@ -254,11 +254,11 @@ class Task:
         """
         from ftcli.data.chat.encode import trained_ends
 
-        of_text = {self.tokenizer.eos_token_id} - {None}
-        of_chats = trained_ends(self.tokenizer, self.variables) if self.tokenizer.chat_template else set()
+        of_text = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        of_chats = sorted(trained_ends(self.tokenizer, self.variables)) if self.tokenizer.chat_template else []
         if self.options.chat == "never":
-            return sorted({*of_text, *of_chats})
-        return sorted(of_chats if self.tokenizer.chat_template else of_text)
+            return list(dict.fromkeys([*of_text, *of_chats]))  # the first pads answers if the model has no other token
+        return of_chats if self.tokenizer.chat_template else of_text
 
     def save_processor(self, folder: str) -> None:
         """Write the tokenizer with its chat template."""

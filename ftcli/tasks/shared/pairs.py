@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftcli.data.chat.encode import Encoded, encode_conversations
+from ftcli.data.formats import ONLY_IN_CHATS
 from ftcli.data.preference_formats import WAS_TEXT
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.protocol import Batch, Row
@@ -273,7 +274,7 @@ def _as_turns(example: Mapping[str, Any], tokenizer: Any, *, as_chat: bool) -> l
     if isinstance(prompt, str) and isinstance(answer, str) and not (as_chat and has_template and prompt.strip()):
         return None
     if example.get(WAS_TEXT) and not as_chat:
-        raise RowError("has parts that need a chat template (system, tools, ...), but task_options.chat is never")
+        raise RowError(ONLY_IN_CHATS)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(answer, str):  # of a row whose prompt is text, next to a prompt of messages

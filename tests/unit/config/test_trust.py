@@ -188,7 +188,7 @@ def test_trust_with_a_foreign_task_runs_with_the_users_word(
     assert code == 0 and answer and marker.exists()
 
 
-def test_load_run_recipe_ignores_stored_trust(tmp_path: Path, model: Path) -> None:
+def test_load_run_recipe_ignores_stored_trust(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = foreign_run(tmp_path, recipe_of(model), model)
     assert load_run_recipe(run).model.trust_remote_code is False
     assert load_run_recipe(run, trust_remote_code=True).model.trust_remote_code is True
@@ -201,6 +201,9 @@ def test_load_run_recipe_ignores_stored_trust(tmp_path: Path, model: Path) -> No
     (checkpoint := tmp_path / "mine" / "checkpoints" / "step-000006").mkdir(parents=True)
     with pytest.raises(InputError, match="it is a checkpoint; export and generate take one, other commands its run"):
         load_run_recipe(checkpoint)
+    monkeypatch.chdir(checkpoint.parent)
+    with pytest.raises(InputError, match=f"other commands its run {tmp_path / 'mine'}"):
+        load_run_recipe("step-000006")
 
 
 def test_check_stored_stored_kernel_is_downloaded_code(tmp_path: Path, model: Path) -> None:

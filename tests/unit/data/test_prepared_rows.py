@@ -320,6 +320,10 @@ def test_check_prints_the_format_of_every_source_from_its_first_row(model: Path,
         "data.train c": f"{tmp_path / 'c.csv'}: prompt and completion",
         "data.eval": f"{tmp_path / 'b.json'}: Alpaca instructions",
     }
+    (tmp_path / "q.csv").write_text("q,a\nx,y\n")
+    data = {"train": str(tmp_path / "q.csv"), "columns": {"prompt": "q", "completion": "q"}}
+    twice = recipe_of(model, data, task="sft")
+    assert describe_formats(twice) == {"data.train": f"{tmp_path / 'q.csv'}: prompt and completion (not used: a)"}
     hub = describe_formats(recipe_of(model, {"train": "org/rows"}))
     assert hub == {"data.train": "org/rows: format unknown until rows are prepared"}
     with pytest.raises(InputError, match="contains scored messages, which this task does not train on"):

@@ -271,6 +271,7 @@ def test_read_rows_of_parquet_with_a_type_that_datasets_lacks_names_the_file(tmp
         ({"weight": "score", "margin": "score"}, {"a": 1, "weight": 2, "margin": 2}),
         ({"score": "score", "margin": "score"}, {"a": 1, "score": 2, "margin": 2}),
         ({"a": "score", "score": "a", "more": "a"}, {"a": 2, "score": 1, "more": 1}),
+        ({"z": "a", "score": "a", "a": "score"}, {"z": 1, "score": 1, "a": 2}),
     ],
 )
 def test_read_rows_of_a_column_with_several_names_has_all_of_them(

@@ -268,6 +268,12 @@ def test_submit_of_a_folder_outside_of_the_claim_is_refused_and_one_inside_is_re
     assert " --output runs/x " in script(output=Path.cwd() / "runs" / "x", **claim)
     for outside in (tmp_path / "x", "../outside/x"):
         assert_refused("x is outside of the current folder", output=outside, **claim)
+    assert " --output /workspace/runs/x " in script(output="/workspace/runs/x", **claim)
+    Path("elsewhere").symlink_to(tmp_path)
+    assert " --output elsewhere/x " in script(output="elsewhere/x", **claim)  # a link in the claim too
+    (tmp_path / "mine.yaml").write_text("run: {{ train }} {{ image }} {{ claim }}\n")
+    own = script(output="/mnt/scratch/x", template=tmp_path / "mine.yaml", **claim)
+    assert " --output /mnt/scratch/x " in own, "a template of the user may mount other folders"
 
 
 @pytest.mark.parametrize("options", [(), ("--slurm", "--kubernetes")])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ftcli.config.plan import Plan
     from ftcli.config.recipe import Recipe
     from ftcli.hardware.collectives import Ranks
+    from ftcli.hardware.missing_gradients import MissingGradients
 
 
 class Backend:
@@ -60,6 +61,9 @@ class Backend:
 
     def configure(self, accelerator: Accelerator, recipe: Recipe, plan: Plan) -> None:
         """Write values of the recipe and the plan into the configuration of a new Accelerator."""
+
+    def allow_unused(self, accelerator: Accelerator) -> None:
+        """Let a micro-batch leave trained parameters without a gradient, where a backend would refuse that."""
 
     def before_prepare(self, accelerator: Accelerator, model: nn.Module) -> nn.Module:
         """Return the model in the place and form that `Accelerator.prepare` needs.
@@ -183,7 +187,7 @@ class Backend:
         clip_grads_with_norm(gradients, norm, max_norm)
         return norm
 
-    def step(self, optimizer: Any) -> None:
+    def step(self, optimizer: Any, missing: MissingGradients) -> None:
         """Update the weights and drop their gradients, without the wrapper of Accelerate.
 
         At each step the wrapper searches for an optional package on disk and inspects a signature. Both are
@@ -191,8 +195,10 @@ class Backend:
 
         Args:
             optimizer: The prepared optimizer.
+            missing: Fills in the gradients that a step does not have.
         """
         inner = optimizer.optimizer
+        missing.fill(inner)
         inner.step()
         inner.zero_grad()
 

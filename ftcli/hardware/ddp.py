@@ -45,7 +45,8 @@ class DDP(Backend):
         """Return the options of DistributedDataParallel.
 
         Gradients become views of the buckets when they are first summed. `static_graph` stays off. It would only save
-        the search for unused parameters, which is off, and would require the graph of the first step in all steps.
+        the search for unused parameters, which is off unless there may be some (`allow_unused`), and would require the
+        graph of the first step in all steps.
         """
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -55,6 +56,14 @@ class DDP(Backend):
             broadcast_buffers=False,  # frozen statistics are equal on every rank; trained ones must not be overwritten
         )
         return {"kwargs_handlers": [kwargs]}
+
+    def allow_unused(self, accelerator: Accelerator) -> None:
+        """Make DistributedDataParallel search each backward graph for parameters that it does not reach.
+
+        Without the search a sum of gradients never completes, and the next forward pass fails.
+        """
+        if accelerator.ddp_handler is not None:
+            accelerator.ddp_handler.find_unused_parameters = True
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside DistributedDataParallel."""

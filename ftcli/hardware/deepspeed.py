@@ -265,8 +265,8 @@ class DeepSpeed(Backend):
         norm: Any = accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32)
 
-    def step(self, optimizer: Any) -> None:
-        """Do nothing, because DeepSpeed steps inside backward."""
+    def step(self, optimizer: Any, missing: Any) -> None:
+        """Do nothing, because DeepSpeed steps inside backward, also tensors without a gradient."""
 
     def flush(self, model: nn.Module) -> None:
         """Wait for weights that an evaluation prefetched for a backward pass, and free them. Local."""

@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ftcli.hardware import cpu_simulation, environment, precision, weight_broadcast
 from ftcli.hardware.backend import Backend
 from ftcli.hardware.collectives import Ranks
-from ftcli.hardware.optimizer_state import (
-    StateShard,
-    count_updates,
-    create_missing_state,
-    set_update_count,
-    trained_parameters,
-)
+from ftcli.hardware.missing_gradients import MissingGradients
+from ftcli.hardware.optimizer_state import StateShard, count_updates, start_slots, trained_parameters
 from ftcli.hardware.requested_backend import BACKENDS, is_quantised, reads_weights_once, requested_backend
 from ftcli.models import precision as models_precision
 from ftcli.models.structure import full_shape, saved_buffers
@@ -48,6 +43,7 @@ class Hardware:
         skips: Whether a step that is not finite leaves the weights unchanged.
         autocast_dtype: Dtype to which autocast casts matrix products; None without autocast.
         trained_names: Names of the trained parameters, which `before_prepare` records for the run.
+        missing: The trained tensors that have had no gradient yet.
     """
 
     accelerator: Accelerator
@@ -58,6 +54,7 @@ class Hardware:
     skips: bool
     autocast_dtype: torch.dtype | None
     trained_names: set[str] = field(default_factory=set)
+    missing: MissingGradients = field(default_factory=MissingGradients)
 
     def may_compile(self, model: nn.Module) -> bool:
         """Return whether layers of an unprepared model may be compiled."""
@@ -66,6 +63,10 @@ class Hardware:
     def replicate(self) -> None:
         """Put the whole model on each process, although the profile shards it. Called before `before_prepare`."""
         self.backend = BACKENDS["REPLICAS"]
+
+    def allow_unused(self) -> None:
+        """Let a micro-batch leave trained parameters without a gradient. Called before `prepare`."""
+        self.backend.allow_unused(self.accelerator)
 
     @property
     def steps_on_gpu(self) -> bool:
@@ -210,8 +211,8 @@ class Hardware:
             torch.manual_seed(seed)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update the weights and drop the gradients at the end of a window."""
-        self.backend.step(optimizer)
+        """Update the weights and drop the gradients at the end of a window. A missing gradient counts as zero."""
+        self.backend.step(optimizer, self.missing)
 
     def train(self, model: nn.Module) -> None:
         """Put a prepared model into training mode unless it is in it, because `Module.train` visits all modules."""
@@ -272,9 +273,7 @@ class Hardware:
 
     def start_from_update(self, model: nn.Module, optimizer: Optimizer, count: int) -> None:
         """Create missing optimizer state and set its step count; `state_shards` then yields tensors for the values."""
-        slots = self.backend.optimizer_slots(model, optimizer)
-        create_missing_state(slots)
-        set_update_count(slots, count)
+        start_slots(self.backend.optimizer_slots(model, optimizer), count)
 
     def rebuild_ddp_buckets(self, model: nn.Module, loss: Callable[[], Tensor]) -> None:
         """Rebuild DDP's gradient buckets, so that a resumed run sums gradients in the order of an uninterrupted one.

@@ -125,6 +125,12 @@ def create_missing_state(slots: list[OptimizerSlot]) -> None:
         slot.state["step"] = torch.zeros((), device=slot.tensor.device if on_device else "cpu")
 
 
+def start_slots(slots: list[OptimizerSlot], count: int) -> None:
+    """Create missing state, and set the step count of every slot, as after `count` steps."""
+    create_missing_state(slots)
+    set_update_count(slots, count)
+
+
 def count_updates(slots: list[OptimizerSlot]) -> int:
     """Return how many times the optimizer has stepped; 0 without state. Waits for the device.
 

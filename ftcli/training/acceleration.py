@@ -221,7 +221,9 @@ def choose_recomputation(
         {"can_recompute": recomputes, "fused": each or has_liger, "compiled": each, "host": min(hosts)}
         for each in (compiled, whole_compiled)
     )
-    either = how_whole | {"in_shards": how_sharded, "has_rare_parts": _has_rare_parts(model, recipe, data.task)}
+    if has_rare_parts := _has_rare_parts(model, recipe, data.task):
+        hardware.allow_unused()
+    either = how_whole | {"in_shards": how_sharded, "has_rare_parts": has_rare_parts}
     shares, frozen_line = _choose_frozen(recipe, data, sizes, of_profile, capacity, either)
     how: dict[str, Any] = how_sharded if shares == of_profile else how_whole
     how |= {"capacity": capacity, "may_move_table": profile.may_move_embeddings}

@@ -5,8 +5,8 @@ check reads the optimizer's moments, which every backend has and every checkpoin
 exactly zero, or after a resume exactly the decayed values. So one check at one step of each launch is enough. The names
 of the trained tensors are recorded when the run is prepared. This module is independent of the backend.
 
-SGD without momentum stores no gradient, so there is no check. The momentum of SGD includes the weight decay. Under
-ZeRO, which steps tensors without a gradient too, a decayed tensor therefore seems to have one.
+SGD without momentum stores no gradient, so there is no check. The momentum of SGD includes the weight decay, so a
+decayed tensor seems to have a gradient. `Hardware.missing` knows those without one, except under ZeRO.
 """
 
 from __future__ import annotations
@@ -130,8 +130,10 @@ def rare_module_names(task: Any) -> set[str]:
 def _report_missing(run: Run, seen: set[str], steps: int) -> None:
     """Stop the run or warn if no process has seen a gradient of some tensors. A collective."""
     shapes = run.hardware.trained_shapes(run.model)
-    names = list(shapes)
-    counts = run.hardware.ranks.sum_later([int(name in seen) for name in names])()
+    names, weights = list(shapes), run.hardware.trained(run.model)
+    never = [run.hardware.missing.never_had(weight) for weight in weights]
+    found = [int(name in seen and not missing) for name, missing in zip(names, never, strict=True)]
+    counts = run.hardware.ranks.sum_later(found)()
     rare_modules = rare_module_names(run.task)
     model = run.hardware.unwrap(run.model)
     dead = [

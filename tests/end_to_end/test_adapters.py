@@ -17,8 +17,9 @@ from ftcli.checkpoint.final import PROBE, load_plain
 from ftcli.config.load import dump_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_model import Adapter
-from ftcli.loop import steps
+from ftcli.loop import steps, train
 from ftcli.models.adapters import adapter_problems, disable_adapter
+from ftcli.runtime.checkpoint_names import checkpoint_path
 from ftcli.runtime.errors import InputError, RunError
 from ftcli.tiny_models import SIZES, _save, build_tiny, tiny_tokenizer
 from ftcli.training.checkpointing import save_checkpoint
@@ -255,6 +256,29 @@ def test_check_gradients_with_policy_warn_names_tensors_and_continues(
     what = recipe(inputs, task=str(own), train={"max_steps": 3}, faults={"missing_gradient": "warn"})
     assert len(list(steps(prepare(what, cpu=True)))) == 3
     assert "2 of 25 trained tensors had no gradient in 3 steps: extra.weight, extra.bias" in capsys.readouterr().err
+
+
+def test_run_with_tensors_without_gradient_resumes_and_saves_again(inputs: Path, tmp_path: Path) -> None:
+    own = tmp_path / "task.py"
+    own.write_text(TASK.format(change="model.extra = torch.nn.Linear(2, 2)", sparse="sparse = ('extra',)"))
+    what = recipe(inputs, task=str(own), train={"max_steps": 4}, checkpoint={"every_steps": 2, "keep": 3})
+    whole = prepare(what, cpu=True, output=tmp_path / "whole")
+    train(whole)
+    assert whole.folder is not None
+    again = prepare(what, cpu=True, output=tmp_path / "again", resume=checkpoint_path(whole.folder.path, 2))
+    train(again)
+    assert again.hardware.updates(again.model, again.optimizer) == 4
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name]), name
+
+
+def test_check_gradients_sees_through_the_weight_decay_in_the_momentum_of_sgd(inputs: Path, tmp_path: Path) -> None:
+    own = tmp_path / "task.py"
+    own.write_text(TASK.format(change="model.extra = torch.nn.Linear(2, 2)", sparse=""))
+    sgd = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "learning_rate": 1e-3}
+    what = recipe(inputs, task=str(own), train={"max_steps": 3}, optimizer=sgd)
+    with pytest.raises(RunError, match=r"2 of 25 trained tensors had no gradient in 3 steps: extra.weight, extra.bias"):
+        list(steps(prepare(what, cpu=True)))
 
 
 def test_check_gradients_allows_new_tokens_that_no_row_uses(inputs: Path) -> None:

@@ -64,6 +64,13 @@ class SourceRows:
     notes: tuple[Note, ...] = ()  # what a user should know about the labels of the rows
     columns: Mapping[str, str] = field(default_factory=dict)  # name the task expects -> name in the source
 
+    def times_of_rows(self) -> NDArray[np.int64]:
+        """Return how often an epoch has each of `rows`, `[len(rows)]`; 0 for rows that are not selected."""
+        passes = [self.indices] * self.passes
+        if self.last is not None:
+            passes[-1] = self.last
+        return np.bincount(np.concatenate(passes), minlength=len(self.rows))
+
     def in_its_words(self, reason: str) -> str:
         """Return why a row cannot be used, with the source's own names of the columns that the reason names."""
         renamed = [

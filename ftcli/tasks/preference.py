@@ -282,21 +282,24 @@ class Task(sft.Task):
     def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the mean of each term, and rewards and log-probabilities by the names that TRL has for them."""
         labels = self.facts["sources"].get("eval", [])
-        losses = {name: rows["loss" if not place else name] for place, name in enumerate(self.losses)}
-        for name, loss in self.losses.items():
-            if loss.needs_ranks:
-                losses[name] = self._ranked(name, rows) * rows["items"]
+        losses = {name: self._losses(name, rows) for name in self.losses}
         first, *others = self.losses
         values = {"loss": mean_by_weight(losses[first], rows["items"])} | pair_metrics(rows, labels)
         extra = {name: mean_by_weight(losses[name], rows["items"]) for name in others}
         if self.likelihood:
             extra[LIKELIHOOD] = mean_by_weight(rows["chosen_nll"], rows[TOKENS])
         by_source = {name: values.pop(name) for name in list(values) if name not in PAIR_METRICS}
-        if self.losses[first].needs_ranks:
-            for place, label in enumerate(labels):
-                there = rows["pair_sources"] == place
-                by_source[f"{label}/loss"] = mean_by_weight(losses[first][there], rows["items"][there])
         return values | extra | by_source
+
+    def loss_of_rows(self, rows: dict[str, np.ndarray]) -> np.ndarray:
+        """Return the first loss of each row times its weight, `[N]` float64. One that compares ranks needs all rows."""
+        return self._losses(next(iter(self.losses)), rows)
+
+    def _losses(self, name: str, rows: dict[str, np.ndarray]) -> np.ndarray:
+        """Return a loss of each row times its weight, `[N]` float64."""
+        if self.losses[name].needs_ranks:
+            return self._ranked(name, rows) * rows["items"]
+        return rows["loss" if name == next(iter(self.losses)) else name]
 
     def _ranked(self, name: str, rows: dict[str, np.ndarray]) -> np.ndarray:
         """Return the values of a loss that compares ranks, over all evaluation rows, `[rows]` float64."""

@@ -66,7 +66,8 @@ class Task(Protocol):
     are errors.
 
     **Sparse modules.** `sparse: tuple[str, ...]` lists modules that not every row uses. Their tensors may have no
-    gradient for many steps (gradient_watch.py).
+    gradient for many steps, which counts as a gradient of zeros. Under FSDP and ZeRO all processes must run the same
+    modules in each forward pass: where no row of a micro-batch uses a module, multiply its output by 0.
 
     **Terms.** A loss may have several terms. The task then has `terms`, name -> `Term`, set in the class or by
     `__init__` from its options, and `loss` returns {name of the term: contributions}. The loss of a step is the sum of
@@ -125,6 +126,8 @@ class Task(Protocol):
     # Optional: encode_rows(rows, facts) -> list[list[Row] | RowError], the results of `encode` for many rows, faster.
     # Optional: describe_rows(facts) -> list[str], log lines about the training rows.
     # Optional: answer_ends() -> list[int], tokens that end a trained answer, for generation_config.json and the card.
+    # Optional: loss_of_rows(rows) -> np.ndarray, the loss of each evaluation row `[N]` if it depends on all rows, which
+    # are those of `metrics`. Losses of sources are computed from it; without it, from those of `eval_step`.
     # Optional: survey_parts(parts) -> (parts, facts), called instead of `survey` with the rows of all sources and
     # splits. It is not used for a derived class that overrides only `survey`.
     # Optional, for models that are not part of transformers (own_model.py):

@@ -19,7 +19,7 @@ from ftcli.tasks import sft
 from ftcli.tasks.protocol import COUNT_UNIT, ITEMS, NOTES, Batch, Row, Seen, Span, Term
 from ftcli.tasks.shared import labelled_answers as labelled
 from ftcli.tasks.shared.judged_answers import AsChat, ChatTemplate, check_whole_rows, encode_parsed, reference_nll
-from ftcli.tasks.shared.mismatched import add_mismatched_answers
+from ftcli.tasks.shared.mismatched import LabelCounts, add_mismatched_answers
 from ftcli.tasks.shared.pair_reports import ACCURACIES, PAIR_METRICS, answer_pairs, is_right, mean_by_weight
 from ftcli.tasks.shared.pairs import model_inputs, pair_weights, side_sums
 from ftcli.tasks.shared.unpaired_losses import describe_balance, kto, kto_baseline
@@ -94,18 +94,16 @@ class Task(sft.Task):
 
         Returns:
             The parts, and {"weighted", "pairs", "desirable", "undesirable"}: whether rows have weights, whether
-            evaluation rows came from pairs, and training rows of each kind.
+            evaluation rows came from pairs, and the training rows of each kind in an epoch.
 
         Raises:
             InputError: One prompt has too many of the rows.
         """
-        parts, labels_of, paired = add_mismatched_answers(
+        parts, counts, paired = add_mismatched_answers(
             parts, self._labelled, seed=self.recipe.seed, needed=self.has_baseline
         )
         weighted = any("weight" in part.rows.column_names for part in parts)
-        labels = labels_of.get("train", [])
-        counts = {DESIRABLE: sum(labels), UNDESIRABLE: len(labels) - sum(labels)}
-        return parts, {"weighted": weighted, "pairs": "eval" in paired, **counts}
+        return parts, {"weighted": weighted, "pairs": "eval" in paired, **counts.get("train", LabelCounts())._asdict()}
 
     def describe_rows(self, facts: dict[str, Any]) -> list[str]:
         """Return a log line about the balance of both kinds of answers."""
@@ -237,21 +235,26 @@ class Task(sft.Task):
             values |= self._mismatched_ratios(model, batch)
         return {name: value.double() for name, value in values.items()}
 
-    def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the loss per row, with the baseline of all rows, and rewards and log-probabilities by TRL's names.
-
-        The accuracy is a mean over pairs of which both answers are evaluated. Values of a kind of answers without rows
-        are left out.
-        """
+    def loss_of_rows(self, rows: dict[str, np.ndarray]) -> np.ndarray:
+        """Return the loss of each row with the baseline of all rows, times its weight, `[N]` float64."""
         import torch
 
         baseline: Tensor | float = 0.0
         if self.has_baseline:
             mismatched = torch.from_numpy(rows["mismatched"])
             baseline = kto_baseline(mismatched.sum(), len(mismatched))
+        ratios, is_desirable = torch.from_numpy(rows["ratios"]), torch.from_numpy(rows["is_desirable"] > 0)
+        losses: np.ndarray = self._values(ratios, is_desirable, baseline).numpy()
+        return losses * rows["items"]
+
+    def metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the loss per row, with the baseline of all rows, and rewards and log-probabilities by TRL's names.
+
+        The accuracy is a mean over pairs of which both answers are evaluated. Values of a kind of answers without rows
+        are left out.
+        """
         is_desirable = rows["is_desirable"] > 0
-        losses = self._values(torch.from_numpy(rows["ratios"]), torch.from_numpy(is_desirable), baseline).numpy()
-        results = {"loss": mean_by_weight(losses * rows["items"], rows["items"])}
+        results = {"loss": mean_by_weight(self.loss_of_rows(rows), rows["items"])}
         for name, values in (("rewards", self.options.beta * rows["ratios"]), ("logps", rows["logps"])):
             for kind, there in (("chosen", is_desirable), ("rejected", ~is_desirable)):
                 if there.any():

@@ -7,6 +7,8 @@ out over the ranks and brought together.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -19,8 +21,10 @@ from ftcli.inference.decode import PADDING_ROW, SamplingOptions, decode, end_tok
 from ftcli.inference.prompts import recipe_prompts
 from ftcli.models.kernels.padding_masks import padding_of, use_padding
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.log import log_line
 from ftcli.runtime.seeds import PADDING
 from ftcli.runtime.stop import Stopped
+from ftcli.training.checkpointing import save_checkpoint
 from ftcli.training.evaluation_drawings import write_drawings
 from ftcli.training.garbage_collection import automatic_collection
 from ftcli.training.nonfinite import check_newest_step
@@ -81,7 +85,8 @@ def evaluate(run: Run) -> dict[str, float]:
         raise RuntimeError(f"evaluated {len(rows['id'])} rows of {len(run.rows.eval)}: a row is missing or double")
     labels = run.rows.labels.get("eval", [])
     metrics = run.task.metrics(rows)
-    # A task whose loss depends on all rows gives the losses of the sources itself.
+    if hasattr(run.task, "loss_of_rows"):
+        rows["loss"] = run.task.loss_of_rows(rows)
     for name, value in source_losses(rows, np.asarray(run.rows.eval["source"]), labels).items():
         metrics.setdefault(name, value)
     write_drawings(run, run.folder, f"step-{run.position:06d}")
@@ -182,12 +187,39 @@ class Evaluation(NamedTuple):
 
 
 def measure(run: Run) -> Evaluation:
-    """Evaluate the rows, and answer the prompts. A collective."""
+    """Evaluate the rows, and answer the prompts. A collective.
+
+    If that fails after a step, a run of one process saves a checkpoint first.
+    """
     started = time.perf_counter()
-    with automatic_collection():
+    with automatic_collection(), _saved_if_it_fails(run):
         metrics = {} if run.eval_loader is None else evaluate(run)
         answers = sample_prompts(run)
     return Evaluation(metrics | measure_answers(answers), time.perf_counter() - started, answers)
+
+
+@contextmanager
+def _saved_if_it_fails(run: Run) -> Iterator[None]:
+    """Save a checkpoint if the evaluation inside raises an error, and raise it again. Without metrics.
+
+    A step's evaluation comes before its checkpoint, which holds the metrics. A run that resumes from a checkpoint
+    without metrics evaluates first. With several processes nothing is saved, because saving is a collective, and the
+    other processes may be inside another one.
+
+    Args:
+        run: The run. Nothing is saved before its first step.
+    """
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception:
+        if run.folder is not None and run.hardware.ranks.world == 1 and run.position > run.first_step:
+            with suppress(Exception):  # the error of the evaluation is the one to report
+                run.saving.wait()
+                if folder := save_checkpoint(run, run.position):
+                    log_line(f"step {run.position}: the evaluation failed; the steps before it are saved in {folder}")
+        raise
 
 
 def measure_answers(answers: list[Answer]) -> dict[str, float]:

@@ -59,6 +59,8 @@ class Task(sft.Task):
         return super().loss(model, rest) * batch["poison"]
 
     def eval_step(self, model, batch):
+        if "EVALUATIONS_FAIL" in os.environ:
+            raise ValueError("this evaluation fails")
         return super().eval_step(model, {name: value for name, value in batch.items() if name != "poison"})
 """
 Ftcli = Callable[..., tuple[int, str]]
@@ -133,6 +135,25 @@ def test_train_with_a_nonfinite_last_step_writes_no_final_weights(train: Ftcli, 
     code, output = train(tmp_path / "run", *arguments, BAD_IDS=str(ids_of(3)[-1]))
     assert code == 1 and "step 3: loss nan" in output
     assert not checkpoints_of(tmp_path / "run") and not (tmp_path / "run" / "final").exists()
+
+
+def test_train_whose_evaluation_fails_saves_its_steps_first(train: Ftcli, tmp_path: Path) -> None:
+    at_the_end = ("--set=checkpoint.every_steps=null", "--set=log.every_steps=1")
+    assert train(tmp_path / "good", *at_the_end)[0] == 0
+    code, output = train(tmp_path / "run", *at_the_end, EVALUATIONS_FAIL="1")
+    assert code == 1 and "ValueError: this evaluation fails" in output
+    line = f"step 8: the evaluation failed; the steps before it are saved in {tmp_path / 'run' / 'checkpoints'}"
+    assert line in output and saved_steps(tmp_path / "run") == [8]
+    assert not read_state(checkpoints_of(tmp_path / "run")[0])["metrics"]
+    code, output = train(tmp_path / "run", "--resume", "auto", *at_the_end)
+    assert code == 0, output
+    assert RunFolder(tmp_path / "run").metrics()[-1] == RunFolder(tmp_path / "good").metrics()[-1]
+    assert (tmp_path / "run" / "final").exists()
+
+
+def test_train_whose_evaluation_fails_before_the_first_step_saves_nothing(train: Ftcli, tmp_path: Path) -> None:
+    code, output = train(tmp_path / "run", "--set=evaluate.at_start=true", EVALUATIONS_FAIL="1")
+    assert code == 1 and "evaluation failed; the steps" not in output and not saved_steps(tmp_path / "run")
 
 
 def test_resume_with_policy_rollback_starts_from_the_last_good_step(train: Ftcli, tmp_path: Path) -> None:

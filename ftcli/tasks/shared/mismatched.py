@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from ftcli.data.mixture import SourceRows
 
 SALT = 0x4B544F  # keeps these draws apart from the order of rows under the same seed
+
+
+class LabelCounts(NamedTuple):
+    """How many answers of each kind an epoch of a split has. Repeated rows count each time."""
+
+    desirable: int = 0
+    undesirable: int = 0
 
 
 def mismatched_partners(
@@ -66,7 +73,7 @@ def mismatched_partners(
 
 def add_mismatched_answers(
     parts: Sequence[SourceRows], labelled: Callable[[dict[str, Any]], list[dict[str, Any]]], *, seed: int, needed: bool
-) -> tuple[list[SourceRows], dict[str, list[bool]], set[str]]:
+) -> tuple[list[SourceRows], dict[str, LabelCounts], set[str]]:
     """Return the parts with the answers of other rows in a further column, and facts of each split.
 
     Rows of one split share their answers, whatever their source. Invalid rows are left alone; their encoding reports
@@ -79,12 +86,12 @@ def add_mismatched_answers(
         needed: Whether mismatched answers are needed. Without them the parts are returned as they are.
 
     Returns:
-        The parts, the labels of all answers by split, and the splits that have a row with several answers.
+        The parts, the answers of an epoch by split, and the splits that have a row with several answers.
 
     Raises:
         InputError: One prompt has too many of the rows of a split.
     """
-    completed, labels, paired = list(parts), dict[str, list[bool]](), set[str]()
+    completed, counts, paired = list(parts), dict[str, LabelCounts](), set[str]()
     for split in dict.fromkeys(part.split for part in parts):
         places = [place for place, part in enumerate(parts) if part.split == split]
         owners: list[tuple[int, int]] = []
@@ -98,7 +105,10 @@ def add_mismatched_answers(
                 owners += [(place, index)] * len(several)
                 paired |= {split} if len(several) > 1 else set()
                 answers += several
-        labels[split] = [answer["label"] for answer in answers]
+        times = {place: parts[place].times_of_rows() for place in places}
+        of_answers = [int(times[place][index]) for place, index in owners]
+        desirable = sum(number for number, answer in zip(of_answers, answers, strict=True) if answer["label"])
+        counts[split] = LabelCounts(desirable, sum(of_answers) - desirable)
         if not needed:
             continue
         (partners,) = mismatched_partners(prompt_numbers(answers), seed, where=f"data.{split}")
@@ -109,4 +119,4 @@ def add_mismatched_answers(
             rows = parts[place].rows
             texts = [json.dumps(of_rows[index]) if index in of_rows else None for index in range(len(rows))]
             completed[place] = replace(parts[place], rows=rows.add_column(MISMATCHED_COLUMN, texts))
-    return completed, labels, paired
+    return completed, counts, paired

@@ -310,11 +310,9 @@ def _balanced(parts: Parts, labels: list[str]) -> list[float]:
     counts = dict.fromkeys(labels, 0)
     for part in (part for part in parts if part.split == "train"):
         names = part.rows.select_columns([COLUMN])[:][COLUMN]
-        for number in range(part.passes):
-            is_last = number == part.passes - 1 and part.last is not None
-            for index in (part.last if is_last else part.indices).tolist():  # type: ignore[union-attr]
-                if names[index] in counts:
-                    counts[names[index]] += 1
+        for name, times in zip(names, part.times_of_rows().tolist(), strict=True):
+            if name in counts:
+                counts[name] += times
     if missing := [label for label, count in counts.items() if not count]:
         raise InputError(
             f"task_options.class_weights: balanced: no training row has the label {missing[0]!r}",

@@ -95,6 +95,33 @@ def test_balance_is_logged_with_weights_that_reach_it(inputs: Path) -> None:
     assert "only one kind" in describe_balance(3, 0, 1.0, 1.0)
 
 
+def test_balance_counts_the_rows_of_a_repeated_source_each_time(make_inputs: MakeInputs) -> None:
+    folder = make_inputs()
+    for name, label in (("liked", True), ("others", False)):
+        made = [{"prompt": f"p {n} {name}", "completion": f"c {n}", "label": label} for n in range(15)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    sources = [{"path": str(folder / "liked.jsonl"), "weight": 3.4}, str(folder / "others.jsonl")]
+    run = prepare(cell(folder, "unpaired", data={"train": sources, "max_length": 128}), cpu=True)
+    (line,) = [line for line in run.log_lines if "undesirable answers" in line]
+    assert line.startswith("51 desirable and 15 undesirable answers: the ratio of weight times rows is 3.4;")
+    assert sum(run.rows.train["label"]) == 51 and len(run.rows.train) == 66
+
+
+def test_losses_of_sources_have_the_baseline_of_all_rows(make_inputs: MakeInputs) -> None:
+    folder = make_inputs()
+    (folder / "others.jsonl").write_text((folder / "labelled.jsonl").read_text().replace("alpha", "gamma"))
+    both = [str(folder / f"{name}.jsonl") for name in ("labelled", "others")]
+    data = {"train": both, "eval": both, "max_length": 128}
+    options = {"undesirable_weight": 0.1}
+    fast = {"learning_rate": 0.02, "max_grad_norm": None}
+    run = prepare(cell(folder, "unpaired", data=data, task_options=options, optimizer=fast), cpu=True)
+    notes = [step.notes for step in steps(run)]
+    assert notes[-1]["kl"] > 0.01, "without a baseline this test shows nothing"
+    metrics, rows_of_source = evaluate(run), np.bincount(run.rows.eval["source"])  # type: ignore[index]
+    losses = [metrics[f"{label}/loss"] for label in ("labelled", "others")]
+    assert sum(losses * rows_of_source) / sum(rows_of_source) == pytest.approx(metrics["loss"], rel=1e-9)
+
+
 def test_weights_of_both_kinds_scale_their_losses(inputs: Path) -> None:
     curves = {
         weight: next(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.data.chat.encode import trained_ends
+from ftcli.models.router_loss import WITHOUT_ROUTER_LOSS
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.seeds import seed_of
 
@@ -98,6 +99,7 @@ def decode(
             return
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inputs |= {"use_cache": "past_key_values" in names, "past_key_values": cache, "logits_to_keep": 1}
+        inputs |= WITHOUT_ROUTER_LOSS
         with torch.no_grad():
             output = model(**{name: value for name, value in inputs.items() if name in names})
         cache = getattr(output, "past_key_values", None)

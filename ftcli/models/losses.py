@@ -6,6 +6,7 @@ touched inside the prepared module's own call; outside it the head would be a sh
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ftcli.models.architectures import LINEAR, architecture_of
 from ftcli.models.kernels.linear_cross_entropy import linear_nll
 from ftcli.models.kernels.linear_regularizers import NAMES, linear_regularized, regularized_rows
+from ftcli.models.router_loss import WITHOUT_ROUTER_LOSS
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.patches import declare
 
@@ -81,6 +83,8 @@ def return_token_nll(model: nn.Module, *, regularizers: bool = False) -> None:
     head = inner.get_output_embeddings()
     forward, head_forward = inner.forward, head.forward
     is_known, after = _is_known(inner, head), after_head(inner.config)
+    taken = inspect.signature(forward).parameters
+    without_router_loss = {name: value for name, value in WITHOUT_ROUTER_LOSS.items() if name in taken}
     calls = _Calls()
 
     def head_at_positions(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +111,7 @@ def return_token_nll(model: nn.Module, *, regularizers: bool = False) -> None:
         hook = head.register_forward_hook(keep_output)
         try:
             with calls.enter(call):
-                logits = forward(*args, use_cache=False, **kwargs).logits
+                logits = forward(*args, use_cache=False, **(without_router_loss | kwargs)).logits
         finally:
             hook.remove()
         if not is_known:

@@ -11,6 +11,9 @@ from typing import Any
 
 ROUTER_KEYS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
 Z_LOSS = "z_loss_coefficient"
+# Argument with which a forward pass computes no loss of the router. Models compute it even without labels, from the
+# attention mask. They fail if the mask has other tokens than the pass, as with a cache, or is not [B, T].
+WITHOUT_ROUTER_LOSS = {"output_router_logits": False}
 
 
 def left_out_losses(config: Mapping[str, Any]) -> list[str]:

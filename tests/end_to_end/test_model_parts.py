@@ -17,6 +17,7 @@ from ftcli.models.trained_on import differences, identity_of
 from ftcli.reports.check import check
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import SIZES, build_tiny
+from ftcli.training.evaluation import measure
 from ftcli.training.final_weights import save_final
 from ftcli.training.setup import prepare
 
@@ -106,6 +107,27 @@ def test_loss_that_the_model_asks_for_and_ftcli_does_not_train_is_reported(input
     lines = [line for line in prepare(recipe, cpu=True).log_lines if "further loss" in line]
     assert len(lines) == 1 and "(router_aux_loss_coef), which ftcli does not train" in lines[0]
     assert check(tmp_path / "recipe.yaml", cpu=True).notes.count(lines[0]) == 1
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "GptOss"])
+def test_model_that_asks_for_a_loss_of_its_router_trains_concatenated_rows_and_answers_prompts(
+    kind: str, inputs: Path, tmp_path: Path
+) -> None:
+    sizes = SIZES | {"vocab_size": 259, "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 1, "pad_token_id": 1}
+    experts = {"num_experts_per_tok": 2, "output_router_logits": True, "bos_token_id": None}
+    experts |= {"num_local_experts": 4, "num_experts": 4, "intermediate_size": 16, "moe_intermediate_size": 16}
+    model = build_tiny(f"{kind}ForCausalLM", **(sizes | experts))
+    model.save_pretrained(tmp_path / "experts")
+    AutoTokenizer.from_pretrained(inputs / "tied").save_pretrained(tmp_path / "experts")
+    prompts = {"generate": {"prompts": ["say alpha", "say"], "max_new_tokens": 3}}
+    kernel = {"name": str(tmp_path / "experts")}
+    losses = {}
+    for is_flat in (False, True):
+        data = {"train": str(inputs / "chats.jsonl"), "eval_rows": 5, "max_length": 128, "padding_free": is_flat}
+        run = prepare(cell(inputs, "sft-tied", model=kernel, data=data, evaluate=prompts), cpu=True)
+        losses[is_flat] = [step.loss for step in steps(run)]
+        assert len(measure(run).answers) == 2
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
 ASKED: dict[str, tuple[dict[str, Any], str]] = {

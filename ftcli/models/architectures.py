@@ -56,6 +56,7 @@ class Architecture:
         norms_queries: Whether queries and keys pass norms.
         norms_outputs: Whether the outputs of attention and of the feed-forward pass norms.
         ties_head: Whether the head is the table of embeddings, if the configuration leaves it open.
+        reads_last_position: Whether a classifier reads the last position of a row even where it is padding.
     """
 
     packed_attention: str | None = None
@@ -70,6 +71,7 @@ class Architecture:
     norms_queries: bool = False
     norms_outputs: bool = False
     ties_head: bool = False
+    reads_last_position: bool = False
 
     @property
     def tiles_mlp(self) -> bool:
@@ -203,6 +205,7 @@ ARCHITECTURES = {
             ties_head=True,
         ),
     ),
+    "xlnet": Architecture(reads_last_position=True),
 }
 
 # Settings that change logits after the head, in any configuration.

@@ -1,4 +1,4 @@
-"""Check the length of rows against the number of learned positions of a model. Imports torch inside functions only."""
+"""Positions of a model: how many it has, and which its classifier reads. Imports torch inside functions only."""
 
 from __future__ import annotations
 
@@ -101,6 +101,12 @@ def check_lengths(model: nn.Module, recipe: Recipe, rows: PreparedRows) -> None:
             f"the longest row has {longest} tokens, and {recipe.model.name} has {positions} positions",
             hint=f"set data.max_length to {positions} at most",
         )
+
+
+def needs_left_padding(config: Any) -> bool:
+    """Return whether a classifier with this configuration reads the last position, so that padding has to be first."""
+    reads_last = architecture_of(getattr(config, "model_type", None)).reads_last_position
+    return reads_last and getattr(config, "summary_type", None) == "last"
 
 
 def learned_positions(model: nn.Module) -> int | None:

@@ -21,6 +21,7 @@ from ftcli.models.kernels.document_attention import (
     is_flat,
     prefers_flat,
 )
+from ftcli.models.positions import needs_left_padding
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.protocol import COUNT_UNIT, ITEMS, NOTES, Batch, Row, Span, Term
 from ftcli.tasks.shared import scored_answers as scored
@@ -183,9 +184,18 @@ class Task:
         return load_model(self.auto_class, self.recipe, **head, **kwargs)
 
     def finish_model(self, model: nn.Module) -> None:
-        """Set the padding token, because a decoder scores the last token before padding; prepare flat rows."""
+        """Set the padding token, because a decoder scores the last token before padding; prepare flat rows.
+
+        Raises:
+            InputError: The model scores the last position, even where it is padding.
+        """
         from ftcli.models.scores import score_documents
 
+        if needs_left_padding(model.config):
+            raise InputError(
+                f"model.name: {self.recipe.model.name} scores the last position of a row, where answers have padding",
+                hint="name a causal language model, such as a Llama or Qwen",
+            )
         model.config.pad_token_id = self.tokenizer.pad_token_id  # type: ignore[union-attr]
         kernel = self.recipe.model.attn_implementation
         self.is_flat = prefers_flat(model, self.recipe)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ftcli.data.chat.text_spans import decode_spans
 from ftcli.data.formats import text_of
+from ftcli.models.positions import needs_left_padding
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.protocol import Batch, Row, Span
 from ftcli.tasks.shared.batches import attention_mask, pad
@@ -77,6 +78,7 @@ class Task:
             self.terms = self.problem.terms
         self.tokenizer = load_tokenizer(recipe.model)
         self.segments = True  # whether the model may take them; `finish_model` decides
+        self.pads_left = False
 
     def fingerprint(self) -> str:
         """Return a digest of the tokenizer."""
@@ -131,9 +133,9 @@ class Task:
     def finish_model(self, model: nn.Module) -> None:
         """Set the padding token in the configuration, because a decoder classifies at the last token before padding.
 
-        Models that do not tell two texts of a row apart get no `token_type_ids`.
+        Models that do not tell two texts of a row apart get no `token_type_ids`. XLNet gets its padding on the left.
         """
-        self.segments = takes_segments(model)
+        self.segments, self.pads_left = takes_segments(model), needs_left_padding(model.config)
         model.config.pad_token_id = self.tokenizer.pad_token_id  # type: ignore[union-attr]
 
     def blank(self, row: Row) -> Row:
@@ -142,11 +144,11 @@ class Task:
 
     def collate(self, rows: list[Row]) -> Batch:
         """Return `input_ids`, `attention_mask` and perhaps `token_type_ids` `[B, T]` and `targets` `[B]`, int64."""
-        ids = [list(row["input_ids"]) for row in rows]
+        ids, on_left = [list(row["input_ids"]) for row in rows], self.pads_left
         return {
-            "input_ids": pad(ids, self.tokenizer.pad_token_id),
-            "attention_mask": attention_mask([len(row) for row in ids]),
-            **(collate_segments(self.tokenizer, rows) if self.segments else {}),
+            "input_ids": pad(ids, self.tokenizer.pad_token_id, on_left=on_left),
+            "attention_mask": attention_mask([len(row) for row in ids], on_left=on_left),
+            **(collate_segments(self.tokenizer, rows, on_left=on_left) if self.segments else {}),
             "targets": collate_targets(rows),
         }
 

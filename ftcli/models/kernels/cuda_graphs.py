@@ -13,6 +13,7 @@ from ftcli.config.graph_exclusions import expects_graphs, graph_exclusion
 from ftcli.models.hub import attention_of
 from ftcli.models.kernels.capture_setting import HINT
 from ftcli.models.kernels.captured_pass import CapturedPass
+from ftcli.models.positions import needs_left_padding
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def _problem_of_model(model: nn.Module) -> str | None:
         return "the model's configuration asks for more outputs than logits"
     if getattr(model.config, "layerdrop", 0) or getattr(model.config, "encoder_layerdrop", 0):
         return "the model leaves out layers that the host draws for each pass (layerdrop)"
+    if needs_left_padding(model.config):
+        return "the model's classifier reads the last position, where a replayed pass may have padding"
     if any("BatchNorm" in type(module).__name__ and module.momentum is None for module in modules):
         return "a batch norm without momentum reads its number of steps from the device"
     return None

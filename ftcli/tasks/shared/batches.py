@@ -88,19 +88,22 @@ def _without_end(ids: list[int], eos: int) -> list[int]:
     return list(ids[:-1] if ids and ids[-1] == eos else ids)
 
 
-def pad(rows: list[list[int]], value: int) -> Tensor:
-    """Return rows of token ids as `[B, T]` int64, padded on the right with `value`."""
+def pad(rows: list[list[int]], value: int, *, on_left: bool = False) -> Tensor:
+    """Return rows of token ids as `[B, T]` int64, padded with `value` on the right, or on the left."""
     import torch
 
     length = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], dtype=torch.int64)
+    padding = [[value] * (length - len(row)) for row in rows]
+    pairs = zip(padding, rows, strict=True) if on_left else zip(rows, padding, strict=True)
+    return torch.tensor([[*first, *second] for first, second in pairs], dtype=torch.int64)
 
 
-def attention_mask(lengths: list[int]) -> Tensor:
-    """Return the mask of rows of the given lengths, `[B, T]` int64: 1 for tokens, 0 for padding."""
+def attention_mask(lengths: list[int], *, on_left: bool = False) -> Tensor:
+    """Return the mask of rows of the given lengths, `[B, T]` int64: 1 for tokens, 0 for padding on the given side."""
     import torch
 
-    return (torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]).long()
+    mask = (torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]).long()
+    return mask.flip(1) if on_left else mask
 
 
 def padded_batch(rows: list[Row], padding: int) -> Batch:

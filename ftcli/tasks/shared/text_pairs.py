@@ -77,12 +77,15 @@ def _head(tokenizer: Any, text: str, length: int) -> str:
     return text
 
 
-def collate_segments(tokenizer: Any, rows: list[Row]) -> Batch:
-    """Return {"token_type_ids"} `[B, T]` int64 if a row has them, with zeros for rows of one text; else nothing."""
+def collate_segments(tokenizer: Any, rows: list[Row], *, on_left: bool = False) -> Batch:
+    """Return {"token_type_ids"} `[B, T]` int64 if a row has them, with zeros for rows of one text; else nothing.
+
+    Padding is on the right, or on the left.
+    """
     if all(row.get(SEGMENTS) is None for row in rows):
         return {}
     segments = [list(row.get(SEGMENTS) or [0] * len(row["input_ids"])) for row in rows]
-    return {SEGMENTS: pad(segments, tokenizer.pad_token_type_id)}
+    return {SEGMENTS: pad(segments, tokenizer.pad_token_type_id, on_left=on_left)}
 
 
 def takes_segments(model: Any) -> bool:

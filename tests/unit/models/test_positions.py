@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ftcli.config.recipe import Recipe
+from ftcli.loop import steps
 from ftcli.models.positions import learned_positions
 from ftcli.runtime.errors import InputError
 from ftcli.testing import save_tiny_encoder
@@ -58,3 +59,42 @@ def test_prepare_with_rows_beyond_the_positions_names_the_length_that_fits(tmp_p
     assert caught.value.problems[0].hint == "set data.max_length to 512 at most"
     values["data"]["max_length"] = 512
     prepare(Recipe.model_validate(values), cpu=True)
+
+
+def save_xlnet(folder: Path) -> Path:
+    """Write a tiny XLNet, whose classifier reads the last position, with a tokenizer."""
+    from transformers import AutoTokenizer, XLNetConfig, XLNetModel
+
+    save_tiny_encoder(folder)
+    sizes = {"vocab_size": 259, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 20, "pad_token_id": 1}
+    XLNetModel(XLNetConfig(**sizes)).save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).pad_token_id is not None
+    return folder
+
+
+def test_classifier_that_reads_the_last_position_gets_its_padding_on_the_left(tmp_path: Path) -> None:
+    from ftcli.models.kernels.cuda_graphs import use_cuda_graphs
+
+    model, rows = save_xlnet(tmp_path / "xlnet"), tmp_path / "rows.jsonl"
+    made = [{"text": "a b c d e f g"[: 2 * n + 1], "text_pair": "x y", "label": n % 2} for n in range(6)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+    values = minimal_values("text_classification", model={"name": str(model), "dropout": 0}, data={"train": str(rows)})
+    values |= {"faults": {"missing_gradient": "warn"}, "train": {"max_steps": 1}}
+    losses = []
+    for size in (1, 6):
+        recipe = Recipe.model_validate(values | {"batch": {"global_size": 6, "micro_size": size}})
+        run = prepare(recipe, cpu=True)
+        assert use_cuda_graphs(run.model, recipe, "cuda", recomputed="none", is_whole=True) == []
+        losses += [step.loss for step in steps(run)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    asked = Recipe.model_validate(values | {"model": values["model"] | {"cuda_graphs": True}})
+    with pytest.raises(InputError, match="reads the last position"):
+        use_cuda_graphs(run.model, asked, "cuda", recomputed="none", is_whole=True)
+
+
+def test_reward_model_that_reads_the_last_position_is_refused(tmp_path: Path) -> None:
+    model, rows = save_xlnet(tmp_path / "xlnet"), tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n' * 6)
+    values = minimal_values("reward", model={"name": str(model)}, data={"train": str(rows)})
+    with pytest.raises(InputError, match="scores the last position of a row, where answers have padding"):
+        prepare(Recipe.model_validate(values), cpu=True)

@@ -149,6 +149,16 @@ def derive_shards(copies: int, shards: int, processes: int) -> int:
     return processes // copies
 
 
+def require_later_end(step: int, last: int | None) -> int:
+    """Return the step of a checkpoint; raise `InputError` if a run of `last` steps ends before it."""
+    if last is not None and last < step:
+        raise InputError(
+            f"the checkpoint is of step {step}, but the recipe ends after {last}",
+            hint="raise train.max_steps or train.epochs, or name an earlier checkpoint with --resume DIR",
+        )
+    return step
+
+
 def derive_steps(
     train: Train, rows: int | None, global_size: int, *, drop_last: bool = True
 ) -> tuple[int | None, int | None]:

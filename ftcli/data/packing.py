@@ -6,6 +6,7 @@ same for every profile, number of processes and micro size. Uses numpy only.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ def row_capacity(rows: Dataset, max_length: int) -> int:
 def pack_rows(rows: Dataset, folder: Path, capacity: int) -> Bins:
     """Return the bins of prepared rows. Local rank 0 packs and stores them if needed; other ranks wait for the folder.
 
+    In a folder that cannot be written each rank packs for itself.
+
     Args:
         rows: The prepared rows.
         folder: The cache folder of the rows.
@@ -143,6 +146,8 @@ def pack_rows(rows: Dataset, folder: Path, capacity: int) -> Bins:
     from filelock import FileLock
 
     stored = folder / f"{FOLDER}-{capacity}"
+    if not stored.exists() and not (os.access(folder, os.W_OK) and os.access(folder.parent, os.W_OK)):
+        return pack(lengths_of(rows), capacity)  # rows that another user prepared
     if local_rank() == 0 and not stored.exists():
         with FileLock(f"{folder}.lock"):
             if not stored.exists():

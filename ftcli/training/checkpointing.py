@@ -32,7 +32,6 @@ from ftcli.checkpoint.tensor_files import (
 )
 from ftcli.config.trust import stored_form
 from ftcli.data.fingerprints import FORMULA
-from ftcli.data.streaming.samples import stream_digests
 from ftcli.hardware.batch_norm import average_statistics
 from ftcli.runtime.checkpoint_names import STATE, checkpoint_path, step_of
 from ftcli.runtime.durable_files import make_folder, write_durably
@@ -69,7 +68,8 @@ def save_checkpoint(
         DiskError: A rank could not write this checkpoint, or the previous one in the background. On every rank.
         RuntimeError: A rank failed for another reason. On every rank.
         RunError: The run was stopped by a step that is not finite, or a step was interrupted.
-        InputError: The run has no folder, the ranks do not share it, or `step` is not the step of the run.
+        InputError: The run has no folder, the ranks do not share it, or `step` is not the step of the run. Or the
+            metrics lack that of `checkpoint.keep_best`; a checkpoint without metrics is then written first.
 
     Example:
         >>> run = ftcli.prepare("recipe.yaml", output="runs/mine")
@@ -88,7 +88,11 @@ def save_checkpoint(
         message = f"save_checkpoint was called for step {step}, but the run has done {run.position} steps"
         raise InputError(message, hint="pass step.number")
     run.heartbeat.beat("saving", step)
-    _check_metric(run, metrics)
+    try:
+        _check_metric(run, metrics)
+    except InputError:
+        save_checkpoint(run, step)  # without metrics, so that no step is lost
+        raise
     run.saving.wait()
     average_statistics(run.hardware.unwrap(run.model), run.recipe.model.batch_norm, run.hardware.ranks)
     folder, state = checkpoint_path(run.folder.path, step), _state(run, step, metrics or {})
@@ -176,7 +180,7 @@ def _state(run: Run, step: int, metrics: dict[str, float]) -> dict[str, Any]:
             "digests": run.rows.digests,
             "rows": run.plan.rows,
             "facts": run.rows.facts,
-            "streams": stream_digests(run.recipe) if run.hardware.ranks.is_main else None,
+            "streams": None if run.stream is None else run.stream.digests,
         },
         "stream": gather_cursors(run, step),
         "resolution": run.resolved.entries,

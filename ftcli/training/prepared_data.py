@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -41,12 +42,15 @@ class PreparedData:
     passes: PassRule | None = None
 
     @property
-    def stand_in(self) -> int:
-        """The document that stands in, blank, where a micro-batch has no row."""
+    def stand_ins(self) -> Sequence[int]:
+        """The documents that may stand in, blank, where a micro-batch has no row; the first that is not excluded does.
+
+        Passes that are sized by tokens get the shortest, so that the padding takes little memory.
+        """
         if self.passes is None:
-            return 0
-        row = int(self.passes.sizes.longest.argmin())
-        return row if self.rows.bins is None else self.rows.bins[row][0]
+            return range(len(self.rows.train))
+        rows: list[int] = self.passes.sizes.longest.argsort(kind="stable").tolist()
+        return rows if self.rows.bins is None else [self.rows.bins[row][0] for row in rows]
 
     def with_micro_size(self, recipe: Recipe) -> PreparedData:
         """Return the data with the plan of a recipe that has another `batch.micro_size`."""

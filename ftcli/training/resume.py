@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
-from ftcli.config.plan import Plan, derive_plan
+from ftcli.config.plan import Plan, derive_plan, require_later_end
 from ftcli.config.recipe import Recipe
 from ftcli.config.trust import stored_form
 from ftcli.data.fingerprints import FORMULA, legacy_fingerprints
@@ -32,8 +32,7 @@ from ftcli.training.optim.schedule import learning_rate
 from ftcli.training.recipe_keys import flatten, format_value, machine_hints
 
 if TYPE_CHECKING:
-    from ftcli.data.cache import PreparedRows
-    from ftcli.tasks.protocol import Task
+    from ftcli.training.prepared_data import PreparedData
 
 
 CHANGED = "older versions read it through `datasets`, which changes NULL, NA, None, 007 and text that looks like a date"
@@ -141,11 +140,7 @@ def recipe_changes(state: dict[str, Any], recipe: Recipe) -> tuple[list[str], li
     harmless_keys = set(machine_hints(Recipe))
     if recipe.model.batch_norm == "train":  # for sync, `prepare` compares the rows of all processes
         harmless_keys.remove("batch.micro_size")  # statistics are those of the rows of a forward pass
-    if _last_step(recipe, state) < state["step"]:
-        raise InputError(
-            f"the checkpoint is of step {state['step']}, but the recipe ends after {_last_step(recipe, state)}",
-            hint="raise train.max_steps or train.epochs, or name an earlier checkpoint with --resume DIR",
-        )
+    require_later_end(state["step"], _last_step(recipe, state))
     if _has_same_rates(state, recipe):
         harmless_keys |= set(LENGTH)
     if recipe.data.streaming:  # the limit was not reached; for prepared rows it is part of the fingerprint
@@ -218,22 +213,22 @@ def check_rows(
     )
 
 
-def checked_step(checkpoint: Path, recipe: Recipe, task: Task, rows: PreparedRows, *, anyway: bool) -> int:
+def checked_step(checkpoint: Path, recipe: Recipe, data: PreparedData, *, anyway: bool) -> int:
     """Check a checkpoint against the rows of a run, and return its step.
 
     Args:
         checkpoint: The checkpoint folder.
         recipe: The run's recipe as the user wrote it, without resolved commits.
-        task: The recipe's task.
-        rows: The run's prepared rows.
+        data: The run's task, rows and plan.
         anyway: Accept other rows than those of the checkpoint.
 
     Returns:
         The number of optimizer steps that are done.
 
     Raises:
-        InputError: The checkpoint is damaged, or was trained on other rows.
+        InputError: The checkpoint is damaged, was trained on other rows, or is of a step after the run's last.
     """
+    task, rows = data.task, data.rows
     if problem := find_damage(checkpoint, hashes=False):
         raise InputError(problem)
     state = read_state(checkpoint)
@@ -250,8 +245,7 @@ def checked_step(checkpoint: Path, recipe: Recipe, task: Task, rows: PreparedRow
     if rows.streamed and _logs():  # the fingerprint of a stream covers the values of its first rows only
         for name in reread():
             log_line(f"from here on, rows of {name} hold the values of its files; {CHANGED}")
-    step: int = state["step"]
-    return step
+    return require_later_end(state["step"], data.plan.steps)
 
 
 def reread_sets(state: Mapping[str, Any], recipe: Recipe) -> list[str]:

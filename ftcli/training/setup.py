@@ -215,7 +215,7 @@ class _Start:
             return 0
         if self.state is not None and not anyway:
             check_rows_of_all_processes(self.state, self.requested, data.plan)
-        return checked_step(self.checkpoint, self.requested, data.task, data.rows, anyway=anyway)
+        return checked_step(self.checkpoint, self.requested, data, anyway=anyway)
 
 
 def _read_start(

@@ -387,3 +387,33 @@ def test_resume_with_another_profile_processes_micro_size_and_folder_gives_the_s
     for a, b in zip(expected, actual, strict=True):
         assert b == pytest.approx(a, rel=1e-5)
     assert saved_steps(other) == [6, 8]
+
+
+def test_resume_anyway_with_fewer_rows_does_not_begin_behind_the_end(inputs: Path, tmp_path: Path) -> None:
+    lines = (inputs / "chats.jsonl").read_text().splitlines()
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines[:36]) + "\n")
+    changes = {"data": {"train": str(path), "max_length": 128}, "train": {"epochs": 2}}
+    recipe = cell(inputs, "sft-tied", **changes)
+    run = prepare(recipe, cpu=True, output=tmp_path / "run")
+    for step in steps(run):
+        if step.number == 5:
+            checkpoint = save_checkpoint(run, 5)
+            break
+    path.write_text("\n".join(lines[:24]) + "\n")
+    with pytest.raises(InputError, match="the checkpoint is of step 5, but the recipe ends after 4"):
+        prepare(recipe, cpu=True, resume=checkpoint, resume_anyway=True)
+
+
+def test_checkpoint_of_a_stream_has_the_digest_of_the_files_with_which_the_run_began(
+    inputs: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text((inputs / "chats.jsonl").read_text())
+    recipe = cell(inputs, "sft-tied", data={"train": str(path), "streaming": True, "max_length": 128})
+    run = prepare(recipe, cpu=True, output=tmp_path / "run")
+    next(iter(steps(run)))
+    path.write_text(path.read_text().replace("alpha", "gamma"))  # of the same size
+    checkpoint = save_checkpoint(run, 1)
+    with pytest.raises(InputError, match="rows.jsonl are not those that the checkpoint was trained on"):
+        prepare(recipe, cpu=True, resume=checkpoint)

@@ -95,6 +95,7 @@ def read_lines(name: str, skip: int, *, size: int | None = None, layout: Layout 
                     if number >= done:
                         done, failures = number + 1, 0
                         yield reader.parse(unit)
+                require_size(name, size, local_size(name))
             return
         except _reading_errors() as error:
             if isinstance(error, EOFError) or TRUNCATED in str(error):
@@ -114,10 +115,33 @@ def _opened(name: str, size: int | None) -> Iterator[Any]:
             actual = getattr(raw, "size", None)
             file: Any = stack.enter_context(io.BufferedReader(raw, BUFFER))
         else:
-            file = stack.enter_context(open(name, "rb", buffering=BUFFER))
-            actual = os.fstat(file.fileno()).st_size
+            plain = stack.enter_context(open(name, "rb", buffering=0))
+            actual = os.fstat(plain.fileno()).st_size
+            file = stack.enter_context(io.BufferedReader(_Bounded(plain, actual), BUFFER))
         require_size(name, size, actual)
         yield stack.enter_context(_decompressed(file, PurePosixPath(name.partition("?")[0]).suffix))
+
+
+class _Bounded(io.RawIOBase):
+    """The first `size` bytes of a file, so that bytes which another program appends are not read."""
+
+    def __init__(self, file: Any, size: int) -> None:
+        self.file, self.left = file, size
+
+    def readable(self) -> bool:
+        """Return True, as `io.BufferedReader` requires."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer and return the number of bytes; 0 at the end."""
+        count: int = self.file.readinto(memoryview(buffer)[: self.left])
+        self.left -= count
+        return count
+
+
+def local_size(name: str) -> int | None:
+    """Return the bytes that a local file has now; None for an address."""
+    return None if "://" in name else os.stat(name).st_size
 
 
 def require_size(name: str, size: int | None, actual: int | None) -> None:

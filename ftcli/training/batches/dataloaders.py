@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,16 +42,16 @@ class Rows(WithTask):
 
     A document is a dictionary. A packed row has several documents, any other row one. A task with `companions` gets
     further rows with each (optional_members.py); the third number of a key, if any, is the next row of the step.
-    Excluded documents, and rows that fill up a micro-batch, are blank: they keep their shape and do not contribute to
-    the loss.
+    Rows that fill up a micro-batch, and excluded documents, are replaced by another document that is blank: it does not
+    contribute to the loss.
 
     Args:
         rows: The prepared rows.
         task: The recipe's task.
         training: Whether the rows are training rows.
         bins: The packed rows; None without packing.
-        excluded: Ids of documents that are blank. `columns` are added to each document by its number.
-        stand_in: Number of the document whose shape the rows have that fill up a micro-batch.
+        excluded: Ids of documents that are left out. `columns` are added to each document by its number.
+        stand_ins: Numbers of documents that may stand in for others, the best first.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Rows(WithTask):
         bins: Bins | None = None,
         excluded: Set[int] = frozenset(),
         columns: Mapping[str, Any] | None = None,
-        stand_in: int = 0,
+        stand_ins: Sequence[int] = (0,),
     ) -> None:
         self.columns = {} if columns is None else columns  # an empty one may be filled in later
         self.rows, self.task, self.training, self.bins, self.excluded = rows, task, training, bins, excluded
-        self.stand_in = stand_in
+        self.stand_ins = stand_ins
         self.index: Any = task.index_rows(rows) if has_companions(task) else None  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
@@ -75,25 +75,30 @@ class Rows(WithTask):
 
     def __getitem__(self, key: Key) -> list[Row]:
         epoch, index, *following = key
-        number = self.stand_in if index == PADDING else index
-        documents = [number] if self.bins is None or index == PADDING else self.bins[index]
-        rows = [self._document(number, epoch) for number in documents]
+        documents = [index] if self.bins is None or index == PADDING else self.bins[index]
+        # A packed row loses its excluded documents, unless all are: others might not fit into it.
+        present = [number for number in documents if not self._is_absent(number)] or documents[:1]
+        rows = [self._document(number, epoch) for number in present]
         if has_companions(self.task):
             task: Any = self.task
             for row in rows:
                 numbers = task.companions(row | {"next": following[0] if following else None}, self.index)
-                row["companions"] = [self._blank_if_excluded(self._document(number, epoch)) for number in numbers]
-        return [self._blank(row) if index == PADDING else self._blank_if_excluded(row) for row in rows]
+                row["companions"] = [self._finished(number, self._document(number, epoch)) for number in numbers]
+        return [self._finished(number, row) for number, row in zip(present, rows, strict=True)]
+
+    def _is_absent(self, number: int) -> bool:
+        return number == PADDING or (len(self.excluded) > 0 and self.rows[number]["id"] in self.excluded)
 
     def _document(self, number: int, epoch: int) -> Row:
+        """Return a document. In place of padding, and of an excluded one, another: its own values may not be finite."""
+        if self._is_absent(number):
+            number = next((other for other in self.stand_ins if not self._is_absent(other)), self.stand_ins[0])
         row: Row = self.rows[number] | {"epoch": epoch, "training": self.training}
         return row | {name: column[number] for name, column in self.columns.items()}
 
-    def _blank_if_excluded(self, row: Row) -> Row:
-        return self._blank(row) if row["id"] in self.excluded else row
-
-    def _blank(self, row: Row) -> Row:
-        return self.task.blank(row) | {"id": PADDING}
+    def _finished(self, number: int, row: Row) -> Row:
+        """Return the result of `_document` for a number, blank if it stands in for another document."""
+        return self.task.blank(row) | {"id": PADDING} if self._is_absent(number) else row
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def build_loaders(
                 bins=rows.bins if training else None,
                 excluded=excluded if training else frozenset(),
                 columns=rows.derived["train" if training else "eval"],
-                stand_in=data.stand_in if training else 0,
+                stand_ins=data.stand_ins if training else (0,),
             ),
             batch_sampler=order,
             collate_fn=Collate(task, sources=training and len(rows.sources) > 0),

@@ -19,6 +19,7 @@ from ftcli.data.packing import pack
 from ftcli.data.streaming.corpus import open_source
 from ftcli.data.streaming.cursors import COLUMNS, Counts, Cursor, as_table, from_table
 from ftcli.data.streaming.lanes import BadRow, Bin, Lane, StreamOrder, assign_files, bad_rows_error, lanes_of
+from ftcli.data.streaming.samples import stream_digests
 from ftcli.data.task_encoders import encode_rows
 from ftcli.runtime.errors import InputError, RunError
 from ftcli.runtime.log import log_line
@@ -54,7 +55,12 @@ class StreamLoader:
         max_bad_rows: Unusable rows that are left out before the run fails.
         excluded: Ids of documents that are replaced by padding. The set may grow until the loader is iterated.
         collect: Gathers an object from every process. A collective.
+
+    Attributes:
+        digests: Digests of the sources' files when the run began (`stream_digests`).
     """
+
+    digests: list[str | None] | None = None
 
     def __init__(
         self,
@@ -201,13 +207,22 @@ class _BatchDataset(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Batch, LaneCursors, list[BadRow]] | Exception]:
         try:
             for share in self.order:
-                rows = [[self._document(document) for document in row] for row in share.rows]
+                rows = self._without_excluded(share.rows)
                 yield self.collate(rows), share.cursors, share.bad
         except (InputError, RunError) as error:
             yield error
 
-    def _document(self, row: Row) -> Row:
-        return self.collate.task.blank(row) | {"id": PADDING} if row["id"] in self.excluded else row
+    def _without_excluded(self, rows: list[list[Row]]) -> list[list[Row]]:
+        """Return rows without excluded documents. A row of nothing else becomes the shortest other document, blank.
+
+        The values of an excluded document are not computed again, because they may not be finite.
+        """
+        if not self.excluded:
+            return rows
+        kept = [[document for document in row if document["id"] not in self.excluded] for row in rows]
+        others = sorted((document for row in kept for document in row), key=lambda row: len(row.get("input_ids", ())))
+        blank = self.collate.task.blank
+        return [left or [blank((others or row)[0]) | {"id": PADDING}] for left, row in zip(kept, rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -264,7 +279,7 @@ def build_stream(
     order = StreamOrder(
         lanes, rank=ranks.rank, processes=plan.processes, global_size=plan.global_size, micro_size=plan.micro_size
     )
-    return StreamLoader(
+    loader = StreamLoader(
         order,
         task,
         accumulation=plan.accumulation,
@@ -273,6 +288,8 @@ def build_stream(
         excluded=excluded,
         collect=ranks.collect,
     )
+    loader.digests = stream_digests(recipe)
+    return loader
 
 
 def _identity(batch: Any) -> Any:

@@ -115,8 +115,42 @@ def test_packed_row_is_the_documents_of_its_bin_and_padding_is_one_blank_documen
 def test_packed_rows_with_a_document_that_is_left_out_leaves_the_others_of_its_bin() -> None:
     rows = Rows(DOCUMENTS, Task(), training=True, bins=BINS, excluded={12})  # type: ignore[arg-type]
     batch = Collate(Task())([rows[0, 2], rows[0, PADDING]])  # type: ignore[arg-type]
-    assert batch["sample_ids"].tolist() == [PADDING, 13, PADDING]
-    assert batch["items"] == [0, 3, 0]
+    assert batch["sample_ids"].tolist() == [13, PADDING]
+    assert batch["items"] == [3, 0]
+
+
+def test_excluded_document_is_replaced_by_another_because_its_values_may_not_be_finite() -> None:
+    named = [row | {"name": str(row["id"])} for row in DOCUMENTS]
+    plain = Rows(named, Task(), training=True, excluded={10, 12}, stand_ins=[0, 3, 1])  # type: ignore[arg-type]
+    shown = [[(row["id"], row["name"], row["items"]) for row in plain[0, index]] for index in (0, 1, 2, PADDING)]
+    assert shown == [[(PADDING, "13", 0)], [(11, "11", 1)], [(PADDING, "13", 0)], [(PADDING, "13", 0)]]
+    packed = Rows(named, Task(), training=True, bins=BINS, excluded={12, 13}, stand_ins=[2, 5])  # type: ignore[arg-type]
+    assert [(row["id"], row["name"]) for row in packed[0, 2]] == [(PADDING, "15")]  # no document of the bin is left
+    every = Rows(named, Task(), training=True, excluded={row["id"] for row in DOCUMENTS})  # type: ignore[arg-type]
+    assert [(row["id"], row["items"]) for row in every[0, 4]] == [(PADDING, 0)]
+
+
+def test_excluded_document_of_a_stream_is_replaced_by_the_shortest_other_one() -> None:
+    from ftcli.training.batches.streaming_loader import _BatchDataset
+
+    made = [row | {"input_ids": [0] * (9 - row["id"] % 10)} for row in DOCUMENTS]
+    data = _BatchDataset(None, Collate(Task()), {10, 12, 16})  # type: ignore[arg-type]
+    rows = data._without_excluded([[made[0]], [made[1], made[2]], [made[6], made[4]], [made[5]]])
+    assert [[(row["id"], len(row["input_ids"])) for row in row_] for row_ in rows] == [
+        [(PADDING, 4)], [(11, 8)], [(14, 5)], [(15, 4)]
+    ]  # fmt: skip
+    assert [row["id"] for row_ in data._without_excluded([[made[0]]]) for row in row_] == [PADDING]
+
+
+def test_pack_rows_of_a_folder_that_cannot_be_written_packs_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3], [4, 5, 6]]})
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as on a read-only mount; root may write elsewhere
+    (tmp_path / "rows").mkdir()
+    bins = pack_rows(rows, tmp_path / "rows", 4)
+    assert sorted(document for index in range(len(bins)) for document in bins[index]) == [0, 1, 2]
+    assert list((tmp_path / "rows").iterdir()) == [] and len(list(tmp_path.iterdir())) == 1
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(0, 3))

@@ -193,3 +193,16 @@ def test_read_lines_of_an_address_without_data_ends_with_an_error(
     with pytest.raises(Exception, match="payload"):
         list(read_lines(address, 0))
     assert Breaks.requests > line_reader.RETRIES
+
+
+def test_file_that_grows_while_it_is_read_ends_with_an_error_before_a_new_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = "".join(json.dumps({"n": number}) + "\n" for number in range(3))
+    path.write_text(lines)
+    found = read_lines(str(path), 0, size=len(lines))
+    assert next(found) == {"n": 0}
+    with path.open("a") as file:
+        file.write('{"n": 3}\n')
+    assert [next(found), next(found)] == [{"n": 1}, {"n": 2}]
+    with pytest.raises(RunError, match=f"has {len(lines) + 9} bytes and had {len(lines)} when the run began"):
+        next(found)

@@ -7,11 +7,13 @@ file and, if possible, the row number. `datasets` is imported inside functions, 
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ftcli.data.cache_key import file_state
 from ftcli.data.hub_data import read_hub
 from ftcli.data.hub_files import find_hub_files
 from ftcli.data.image_folders import check_image_folder, image_files
@@ -212,8 +214,11 @@ def _read_local(path: Path, text: Collection[str]) -> Dataset:
         if len(rows) == 0:
             raise InputError(f"{path} has no rows", hint="give a file with at least one row")
         return infer_numbers(rows, text) if path.suffix in TABLES else rows
+    # `datasets` finds rows in its own cache by path and modification time, which a program can set to that of the file
+    # before. It cannot set the change time, which is in the name.
+    name = hashlib.blake2b(repr(file_state(path)).encode(), digest_size=8).hexdigest()
     try:
-        return load_dataset("parquet", data_files=str(path.absolute()), split="train")
+        return load_dataset("parquet", name, data_files=str(path.absolute()), split="train")
     except MemoryError:
         raise
     except Exception as error:  # parquet readers raise exceptions of many types

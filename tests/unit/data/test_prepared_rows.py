@@ -21,7 +21,7 @@ from ftcli.config.recipe_data import Source
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.data.encode import PARALLEL_FROM, encode_source, encoded_files
 from ftcli.data.revisions import hub_notes
-from ftcli.data.sources import check_source, first_columns
+from ftcli.data.sources import check_source, first_columns, read_rows
 from ftcli.launch.preflight import describe_formats
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.build import build_task
@@ -445,3 +445,14 @@ def written(rows: PreparedRows) -> list[tuple[int, int]]:
     """Return (characters, source) of every text that an epoch holds, one that is taken twice twice."""
     beginnings = [row for row in rows.train if not row["input_ids"] or row["trained"][0]]
     return [(1 + 13 * row["row"], row["source"]) for row in beginnings]
+
+
+def test_parquet_file_with_other_contents_and_the_same_modification_time_is_read_again(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    path, seen = tmp_path / "rows.parquet", []
+    for text in ("first", "other"):
+        Dataset.from_dict({"text": [text]}).to_parquet(str(path))
+        os.utime(path, ns=(10**18, 10**18))
+        seen.append(read_rows(Source(path=str(path)), {"text": "text"})["text"][0])
+    assert seen == ["first", "other"]

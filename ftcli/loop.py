@@ -16,7 +16,7 @@ from ftcli.training.evaluation import measure
 from ftcli.training.final_weights import save_final
 from ftcli.training.first_pass import losses_of
 from ftcli.training.garbage_collection import close_at_exit, collect_between_steps
-from ftcli.training.gradient_watch import check_gradients, check_still_trained
+from ftcli.training.gradient_watch import check_gradients, check_still_trained, name_unused_tensors
 from ftcli.training.out_of_memory import explain_out_of_memory
 from ftcli.training.reporter import Reporter
 from ftcli.training.run import due
@@ -156,7 +156,7 @@ def train(run: Run) -> None:
         RunError: The run cannot continue.
     """
     run.record = None  # the `Reporter` below writes the records
-    with Reporter(run) as report, run.saving, run.settings, explain_out_of_memory(run):
+    with Reporter(run) as report, run.saving, run.settings, explain_out_of_memory(run), name_unused_tensors(run):
         metrics: dict[str, float] | None = {}
         stops = run.hardware.ranks.any(run.stop.requested(now=True))
         if run.starts_with_evaluation and not stops:

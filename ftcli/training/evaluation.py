@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ftcli.config.recipe_training import ANSWER_METRICS
+from ftcli.data.task_encoders import uses_variant
 from ftcli.hardware.batch_norm import average_statistics
 from ftcli.inference.answers import Answer, EncodedPrompt, build_answer, check_prompt_lengths
 from ftcli.inference.decode import PADDING_ROW, SamplingOptions, decode, end_tokens, forward_names
@@ -85,10 +86,12 @@ def evaluate(run: Run) -> dict[str, float]:
         raise RuntimeError(f"evaluated {len(rows['id'])} rows of {len(run.rows.eval)}: a row is missing or double")
     labels = run.rows.labels.get("eval", [])
     metrics = run.task.metrics(rows)
-    if hasattr(run.task, "loss_of_rows"):
-        rows["loss"] = run.task.loss_of_rows(rows)
-    for name, value in source_losses(rows, np.asarray(run.rows.eval["source"]), labels).items():
-        metrics.setdefault(name, value)
+    if len(labels) > 1:
+        kind, of_rows = type(run.task), {"loss": rows["loss"], "items": rows["items"]}
+        if all(uses_variant(kind, "loss_of_rows", plain) for plain in ("eval_step", "metrics")):
+            of_rows["loss"] = run.task.loss_of_rows(rows)  # type: ignore[attr-defined]
+        losses = source_losses(of_rows, np.asarray(run.rows.eval["source"]), labels)
+        metrics |= {name: value for name, value in losses.items() if name not in metrics}
     write_drawings(run, run.folder, f"step-{run.position:06d}")
     if run.record is not None and stays:
         run.record.evaluation(metrics, time.perf_counter() - started)
@@ -214,11 +217,13 @@ def _saved_if_it_fails(run: Run) -> Iterator[None]:
     except Stopped:
         raise
     except Exception:
+        phase = run.heartbeat.now
         if run.folder is not None and run.hardware.ranks.world == 1 and run.position > run.first_step:
             with suppress(Exception):  # the error of the evaluation is the one to report
                 run.saving.wait()
                 if folder := save_checkpoint(run, run.position):
                     log_line(f"step {run.position}: the evaluation failed; the steps before it are saved in {folder}")
+        run.heartbeat.beat(phase.phase, phase.step)  # where the error was raised, for messages and status.json
         raise
 
 

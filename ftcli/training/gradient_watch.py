@@ -12,7 +12,9 @@ decayed tensor seems to have a gradient. `Hardware.missing` knows those without 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,10 @@ CHECKED_AFTER_STEPS = 20  # of a launch; a shorter launch is checked after its l
 ROUNDING = 5e-6  # relative error of a float32 moment that decayed for `CHECKED_AFTER_STEPS` steps
 MAX_TENSORS_NAMED = 8
 ELEMENTS_AT_ONCE = 2**26  # of moments whose norms are computed together
+UNUSED = (
+    "Is a part of the model not used, or detached from the loss? If this is intended, name the modules in the task's "
+    "`sparse`, or set faults.missing_gradient: warn"
+)
 NEW_ROWS = "trainable_tokens_delta"  # peft's name of the rows of new tokens
 
 
@@ -148,12 +154,28 @@ def _report_missing(run: Run, seen: set[str], steps: int) -> None:
         return
     message = f"{len(dead)} of {len(names)} trained tensors had no gradient in {steps} steps: {_list_names(dead)}"
     if run.recipe.faults.missing_gradient == "stop":
-        raise RunError(
-            f"{message}. Is a part of the model not used, or detached from the loss? If this is intended, name the "
-            "modules in the task's `sparse`, or set faults.missing_gradient: warn"
-        )
+        raise RunError(f"{message}. {UNUSED}")
     if run.hardware.ranks.is_main:
         log_line(message)
+
+
+@contextmanager
+def name_unused_tensors(run: Run) -> Iterator[None]:
+    """Raise `RunError` with names instead of torch's error if ddp waits for gradients of tensors without one.
+
+    DistributedDataParallel notices such tensors at the forward pass after the first step, long before
+    `check_gradients` does. Its error has their numbers among the trained tensors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None:
+            raise
+        names = list(run.hardware.trained_shapes(run.model))
+        dead = [names[int(number)] for number in found[1].split() if int(number) < len(names)]
+        message = f"{len(dead)} of {len(names)} trained tensors had no gradient in a step: {_list_names(dead)}"
+        raise RunError(f"{message}. {UNUSED}") from error
 
 
 def _list_names(names: list[str]) -> str:

@@ -63,7 +63,8 @@ class Reporter:
         self._data_seconds = 0.0
         self._since = run.moment()  # the end of the last row
         self._paused = self._trained = 0.0  # seconds of pauses since then, and of training in all rows
-        self._printed = self._stated = 0.0
+        self._printed = self._stated = self._seconds = 0.0
+        self._began = (run.first_step, 0.0)  # the step, and the seconds of this launch, since which no step was undone
         self._is_first = True  # the next step is the first of this launch
         self._late = not quiet and run.hardware.accelerator.device.type == "cuda" if late is None else late
         self._unwritten: tuple[Step, HostCopy] | None = None  # the step whose row is written during the next one
@@ -232,6 +233,9 @@ class Reporter:
 
     def _show(self, row: dict[str, Any], *, last: bool) -> None:
         """Show a row of metrics on the progress bar or as a line."""
+        if self._began[0] != self.run.first_step:  # a rollback
+            self._began = self.run.first_step, self._seconds
+        self._seconds = row["seconds"]
         speed, waits = row[f"{self.run.task.item}s_per_second"], row["data_wait_share"]
         line = (
             f"loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {row['learning_rate']:.2e}  "
@@ -243,7 +247,8 @@ class Reporter:
             self._progress.update(self._bar, completed=row["step"], line=line)
         elif last or time.perf_counter() - self._printed >= QUIET_SECONDS:
             self._printed = time.perf_counter()
-            left = row["seconds"] / max(row["step"] - self.run.first_step, 1) * (self.run.steps - row["step"])
+            done, seconds = row["step"] - self._began[0], row["seconds"] - self._began[1]
+            left = seconds / max(done, 1) * (self.run.steps - row["step"])
             self.print_line(f"step {row['step']}/{self.run.steps}  {line}  {left:.0f} s left")
 
     def evaluation(self, step: int, metrics: dict[str, float], seconds: float, answers: Sequence[Answer] = ()) -> None:

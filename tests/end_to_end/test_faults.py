@@ -59,8 +59,8 @@ class Task(sft.Task):
         return super().loss(model, rest) * batch["poison"]
 
     def eval_step(self, model, batch):
-        if "EVALUATIONS_FAIL" in os.environ:
-            raise ValueError("this evaluation fails")
+        if kind := os.environ.get("EVALUATIONS_FAIL"):
+            raise {"value": ValueError, "memory": torch.OutOfMemoryError}[kind]("this evaluation fails")
         return super().eval_step(model, {name: value for name, value in batch.items() if name != "poison"})
 """
 Ftcli = Callable[..., tuple[int, str]]
@@ -140,7 +140,7 @@ def test_train_with_a_nonfinite_last_step_writes_no_final_weights(train: Ftcli, 
 def test_train_whose_evaluation_fails_saves_its_steps_first(train: Ftcli, tmp_path: Path) -> None:
     at_the_end = ("--set=checkpoint.every_steps=null", "--set=log.every_steps=1")
     assert train(tmp_path / "good", *at_the_end)[0] == 0
-    code, output = train(tmp_path / "run", *at_the_end, EVALUATIONS_FAIL="1")
+    code, output = train(tmp_path / "run", *at_the_end, EVALUATIONS_FAIL="value")
     assert code == 1 and "ValueError: this evaluation fails" in output
     line = f"step 8: the evaluation failed; the steps before it are saved in {tmp_path / 'run' / 'checkpoints'}"
     assert line in output and saved_steps(tmp_path / "run") == [8]
@@ -151,8 +151,14 @@ def test_train_whose_evaluation_fails_saves_its_steps_first(train: Ftcli, tmp_pa
     assert (tmp_path / "run" / "final").exists()
 
 
+def test_train_whose_evaluation_needs_too_much_memory_names_the_evaluation(train: Ftcli, tmp_path: Path) -> None:
+    code, output = train(tmp_path / "run", "--set=checkpoint.every_steps=null", EVALUATIONS_FAIL="memory")
+    assert code == 2 and "rank 0 ran out of memory in evaluating (step" in output, output
+    assert saved_steps(tmp_path / "run") == [8]
+
+
 def test_train_whose_evaluation_fails_before_the_first_step_saves_nothing(train: Ftcli, tmp_path: Path) -> None:
-    code, output = train(tmp_path / "run", "--set=evaluate.at_start=true", EVALUATIONS_FAIL="1")
+    code, output = train(tmp_path / "run", "--set=evaluate.at_start=true", EVALUATIONS_FAIL="value")
     assert code == 1 and "evaluation failed; the steps" not in output and not saved_steps(tmp_path / "run")
 
 

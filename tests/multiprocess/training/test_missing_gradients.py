@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,25 @@ def test_branch_that_steps_do_not_use_gives_one_curve_and_resumes_on_any_profile
     for name, value in expected["after"].items():
         for found in (whole, resumed):
             assert np.allclose(found["after"][name], value, rtol=1e-4, atol=2e-5), name
+
+
+def message_of_unused(folder: Path, output: Path) -> str:
+    """Train with a branch that is not used and not declared, and return the error."""
+    from ftcli import loop
+    from ftcli.runtime.errors import RunError
+    from ftcli.training.setup import prepare
+
+    (folder / "undeclared.py").write_text(TASK.replace('sparse = ("branch",)', "pass"))
+    sections = {"task": str(folder / "undeclared.py"), "batch": {"global_size": 12, "micro_size": 2}}
+    run = prepare(cell(folder, "text", **sections), cpu=True, output=output)
+    with pytest.raises(RunError) as caught:
+        loop.train(run)
+    return str(caught.value)
+
+
+def test_tensors_without_gradient_are_named_under_ddp(inputs: Path, tmp_path: Path) -> None:
+    for message in run_on_cpu(message_of_unused, inputs, tmp_path / "run", processes=2, profile="ddp"):
+        expected = (
+            r"^2 of \d+ trained tensors had no gradient in a step: classifier.branch.weight, classifier.branch.bias\."
+        )
+        assert re.search(expected, message) and "faults.missing_gradient: warn" in message

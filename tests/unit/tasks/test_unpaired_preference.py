@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ftcli.checkpoint.folder import read_state
 from ftcli.config.recipe import Recipe
 from ftcli.data.cache import prepare_rows
 from ftcli.loop import steps, train
+from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.build import build_task
 from ftcli.tasks.protocol import has_first_pass
@@ -122,6 +124,29 @@ def test_losses_of_sources_have_the_baseline_of_all_rows(make_inputs: MakeInputs
     assert sum(losses * rows_of_source) / sum(rows_of_source) == pytest.approx(metrics["loss"], rel=1e-9)
 
 
+OWN = """
+from ftcli.tasks.unpaired_preference import Options, Task as Base
+
+
+class Task(Base):
+    def eval_step(self, model, batch):
+        values = super().eval_step(model, batch)
+        return {"loss": values["items"] * 3, "items": values["items"]}
+
+    def metrics(self, rows):
+        return {"loss": float(rows["loss"].sum() / rows["items"].sum())}
+"""
+
+
+def test_task_with_its_own_evaluation_has_its_own_losses_of_sources(make_inputs: MakeInputs) -> None:
+    folder = make_inputs({"own.py": OWN})
+    (folder / "others.jsonl").write_text((folder / "labelled.jsonl").read_text().replace("alpha", "gamma"))
+    both = [str(folder / f"{name}.jsonl") for name in ("labelled", "others")]
+    data = {"train": both, "eval": both, "max_length": 128}
+    run = prepare(cell(folder, "unpaired", task=str(folder / "own.py"), data=data), cpu=True)
+    assert evaluate(run) == {"loss": 3.0, "labelled/loss": 3.0, "others/loss": 3.0}
+
+
 def test_weights_of_both_kinds_scale_their_losses(inputs: Path) -> None:
     curves = {
         weight: next(
@@ -196,6 +221,8 @@ def test_the_accuracy_cannot_choose_checkpoints_without_pairs(inputs: Path, tmp_
     run = prepare(cell(inputs, "unpaired", **changes), cpu=True, output=tmp_path / "run")
     with pytest.raises(InputError, match="an evaluation has no metric rewards/accuracies"):
         train(run)
+    (saved,) = checkpoints_of(tmp_path / "run")
+    assert read_state(saved)["metrics"] == {}, "the step is not lost"
 
 
 def test_check_does_not_count_a_pair_as_one_row(inputs: Path, tmp_path: Path) -> None:

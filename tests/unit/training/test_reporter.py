@@ -162,3 +162,20 @@ def test_late_rows_leave_out_a_step_that_ends_the_run(inputs: Path, tmp_path: Pa
     with pytest.raises(RunError, match="step 5: loss nan"):
         record(recipe_of(inputs), tmp_path / "run", late=True, spoil_after=4)
     assert numbers(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 4]
+
+
+def test_time_left_after_a_rollback_is_that_of_the_steps_since_then(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ftcli.training.reporter import Reporter
+    from ftcli.training.setup import prepare
+
+    run = prepare(recipe_of(inputs), cpu=True)
+    with Reporter(run) as report:
+        report.terminal = False
+        common = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens_per_second": 1, "data_wait_share": 0.0}
+        report._show(common | {"step": 4, "seconds": 20.0}, last=True)
+        run.first_step = 2  # as `roll_back` does
+        report._show(common | {"step": 3, "seconds": 23.0}, last=True)
+    shown = [line.rpartition("  ")[2] for line in capsys.readouterr().err.splitlines() if "s left" in line]
+    assert shown == [f"{5 * (STEPS - 4)} s left", f"{3 * (STEPS - 3)} s left"]

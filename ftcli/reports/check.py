@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 BY_TOKENS = "auto: passes by tokens, as many rows as memory allows"  # what `batch.micro_size: auto` means for texts
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch normalisation, not trained
 
 
 @dataclass(frozen=True)
@@ -236,25 +235,14 @@ def _describe_sizes(recipe: Recipe, counts: dict[str, int] | None) -> tuple[dict
 
 
 def describe_optimizer(recipe: Recipe) -> str:
-    """Return the optimizer, and how many tensors of a local model have weight decay; reads headers of weight files."""
-    from ftcli.data.paths import model_folder
-    from ftcli.models.files import stored_shapes
-    from ftcli.training.optim.build import is_decayed
-
+    """Return the optimizer and its weight decay."""
     section = recipe.optimizer
     text: str = section.name
     if section.name == "sgd":
         text += f", momentum {section.momentum:g}{', nesterov' * section.nesterov}"
     if not section.weight_decay:
         return f"{text}; no weight decay"
-    folder = model_folder(recipe.model.name)
-    shapes = {} if folder is None or recipe.adapter.type != "none" else stored_shapes(folder)
-    weights = [shape for name, shape in shapes.items() if not name.endswith(STATISTICS)]
-    if not weights:
-        return f"{text}; weight decay {section.weight_decay:g}, not on biases and norms"
-    decayed = sum(map(is_decayed, weights))
-    rest = f"none on {len(weights) - decayed} biases and norms"
-    return f"{text}; weight decay {section.weight_decay:g} on {decayed} tensors, {rest}"
+    return f"{text}; weight decay {section.weight_decay:g}, not on biases and norms"
 
 
 def _most_tokens(recipe: Recipe) -> int:

@@ -88,7 +88,7 @@ class TraceReport:
         """How long a step takes with and without the profiler."""
         plain = [seconds for facts in self.facts.values() for seconds in facts["plain_step_seconds"]]
         recorded = [seconds for facts in self.facts.values() for seconds in facts["step_seconds"]]
-        text = f"A recorded step takes {_duration(median(recorded))}"
+        text = f"A recorded step takes {_duration(median(recorded))} in the median"
         return text + (f"; a step without the profiler {_duration(median(plain))}" if plain else "")
 
     def as_dict(self) -> dict[str, Any]:

@@ -220,7 +220,6 @@ def _saved_if_it_fails(run: Run) -> Iterator[None]:
         phase = run.heartbeat.now
         if run.folder is not None and run.hardware.ranks.world == 1 and run.position > run.first_step:
             with suppress(Exception):  # the error of the evaluation is the one to report
-                run.saving.wait()
                 if folder := save_checkpoint(run, run.position):
                     log_line(f"step {run.position}: the evaluation failed; the steps before it are saved in {folder}")
         run.heartbeat.beat(phase.phase, phase.step)  # where the error was raised, for messages and status.json

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ftcli.tasks.protocol import Task
 
 
+STAND_INS = 1000  # documents that may stand in for others
+
+
 @dataclass(frozen=True)
 class PreparedData:
     """The rows of a run and their division into steps.
@@ -43,13 +46,15 @@ class PreparedData:
 
     @property
     def stand_ins(self) -> Sequence[int]:
-        """The documents that may stand in, blank, where a micro-batch has no row; the first that is not excluded does.
+        """Some documents that may stand in, blank, where a micro-batch has no row; the best first.
 
         Passes that are sized by tokens get the shortest, so that the padding takes little memory.
         """
         if self.passes is None:
-            return range(len(self.rows.train))
-        rows: list[int] = self.passes.sizes.longest.argsort(kind="stable").tolist()
+            return (0,)
+        longest = self.passes.sizes.longest
+        shortest = longest.argpartition(min(STAND_INS, len(longest)) - 1)[:STAND_INS]
+        rows: list[int] = shortest[longest[shortest].argsort(kind="stable")].tolist()
         return rows if self.rows.bins is None else [self.rows.bins[row][0] for row in rows]
 
     def with_micro_size(self, recipe: Recipe) -> PreparedData:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class Rows(WithTask):
         training: Whether the rows are training rows.
         bins: The packed rows; None without packing.
         excluded: Ids of documents that are left out. `columns` are added to each document by its number.
-        stand_ins: Numbers of documents that may stand in for others, the best first.
+        stand_ins: Numbers of documents that stand in for others, the best first. If all are excluded, any other does.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class Rows(WithTask):
         return [self._finished(number, row) for number, row in zip(present, rows, strict=True)]
 
     def _is_absent(self, number: int) -> bool:
-        return number == PADDING or (len(self.excluded) > 0 and self.rows[number]["id"] in self.excluded)
+        return number == PADDING or number in self.excluded  # the id of a training row is its number
 
     def _document(self, number: int, epoch: int) -> Row:
         """Return a document. In place of padding, and of an excluded one, another: its own values may not be finite."""
         if self._is_absent(number):
-            number = next((other for other in self.stand_ins if not self._is_absent(other)), self.stand_ins[0])
+            others = (other for other in chain(self.stand_ins, range(len(self.rows))) if other not in self.excluded)
+            number = next(others, self.stand_ins[0])
         row: Row = self.rows[number] | {"epoch": epoch, "training": self.training}
         return row | {name: column[number] for name, column in self.columns.items()}
 

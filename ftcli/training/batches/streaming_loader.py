@@ -55,12 +55,8 @@ class StreamLoader:
         max_bad_rows: Unusable rows that are left out before the run fails.
         excluded: Ids of documents that are replaced by padding. The set may grow until the loader is iterated.
         collect: Gathers an object from every process. A collective.
-
-    Attributes:
-        digests: Digests of the sources' files when the run began (`stream_digests`).
+        digests: Digests of the sources' files when the run began, for checkpoints (`stream_digests`).
     """
-
-    digests: list[str | None] | None = None
 
     def __init__(
         self,
@@ -72,7 +68,9 @@ class StreamLoader:
         max_bad_rows: int = 0,
         excluded: Set[int] = frozenset(),
         collect: Callable[[list[BadRow]], list[list[BadRow]]] = lambda mine: [mine],
+        digests: list[str | None] | None = None,
     ) -> None:
+        self.digests = digests
         self.order, self.rows = order, _BatchDataset(order, Collate(task), excluded)
         self.accumulation, self.workers, self.max_bad_rows, self.collect = accumulation, workers, max_bad_rows, collect
         self.set_position(0, order.cursors)
@@ -279,7 +277,7 @@ def build_stream(
     order = StreamOrder(
         lanes, rank=ranks.rank, processes=plan.processes, global_size=plan.global_size, micro_size=plan.micro_size
     )
-    loader = StreamLoader(
+    return StreamLoader(
         order,
         task,
         accumulation=plan.accumulation,
@@ -287,9 +285,8 @@ def build_stream(
         max_bad_rows=max_bad_rows,
         excluded=excluded,
         collect=ranks.collect,
+        digests=stream_digests(recipe),
     )
-    loader.digests = stream_digests(recipe)
-    return loader
 
 
 def _identity(batch: Any) -> Any:

@@ -101,31 +101,33 @@ class Task:
         return {"items": [row["items"] for row in rows]}
 
 
-DOCUMENTS = [{"id": 10 + number, "items": number} for number in range(7)]
+DOCUMENTS = [{"id": number, "items": number} for number in range(7)]
 BINS = pack(np.array([5, 4, 3, 3, 2, 2, 1]), 6)
 
 
 def test_packed_row_is_the_documents_of_its_bin_and_padding_is_one_blank_document() -> None:
     rows = Rows(DOCUMENTS, Task(), training=True, bins=BINS)  # type: ignore[arg-type]
-    bins_in_rows = [[document["id"] - 10 for document in rows[0, index]] for index in range(len(rows))]
+    bins_in_rows = [[document["id"] for document in rows[0, index]] for index in range(len(rows))]
     assert bins_in_rows == [BINS[index] for index in range(len(BINS))] == [[0, 6], [1, 4], [2, 3], [5]]
     assert [(row["id"], row["items"]) for row in rows[0, PADDING]] == [(PADDING, 0)]
 
 
 def test_packed_rows_with_a_document_that_is_left_out_leaves_the_others_of_its_bin() -> None:
-    rows = Rows(DOCUMENTS, Task(), training=True, bins=BINS, excluded={12})  # type: ignore[arg-type]
+    rows = Rows(DOCUMENTS, Task(), training=True, bins=BINS, excluded={2})  # type: ignore[arg-type]
     batch = Collate(Task())([rows[0, 2], rows[0, PADDING]])  # type: ignore[arg-type]
-    assert batch["sample_ids"].tolist() == [13, PADDING]
+    assert batch["sample_ids"].tolist() == [3, PADDING]
     assert batch["items"] == [3, 0]
 
 
 def test_excluded_document_is_replaced_by_another_because_its_values_may_not_be_finite() -> None:
     named = [row | {"name": str(row["id"])} for row in DOCUMENTS]
-    plain = Rows(named, Task(), training=True, excluded={10, 12}, stand_ins=[0, 3, 1])  # type: ignore[arg-type]
+    plain = Rows(named, Task(), training=True, excluded={0, 2}, stand_ins=[0, 3, 1])  # type: ignore[arg-type]
     shown = [[(row["id"], row["name"], row["items"]) for row in plain[0, index]] for index in (0, 1, 2, PADDING)]
-    assert shown == [[(PADDING, "13", 0)], [(11, "11", 1)], [(PADDING, "13", 0)], [(PADDING, "13", 0)]]
-    packed = Rows(named, Task(), training=True, bins=BINS, excluded={12, 13}, stand_ins=[2, 5])  # type: ignore[arg-type]
-    assert [(row["id"], row["name"]) for row in packed[0, 2]] == [(PADDING, "15")]  # no document of the bin is left
+    assert shown == [[(PADDING, "3", 0)], [(1, "1", 1)], [(PADDING, "3", 0)], [(PADDING, "3", 0)]]
+    packed = Rows(named, Task(), training=True, bins=BINS, excluded={2, 3}, stand_ins=[2, 5])  # type: ignore[arg-type]
+    assert [(row["id"], row["name"]) for row in packed[0, 2]] == [(PADDING, "5")]  # no document of the bin is left
+    other = Rows(named, Task(), training=True, excluded={0, 3}, stand_ins=[0, 3])  # type: ignore[arg-type]
+    assert [(row["id"], row["name"]) for row in other[0, 3]] == [(PADDING, "1")]  # none of the best is left
     every = Rows(named, Task(), training=True, excluded={row["id"] for row in DOCUMENTS})  # type: ignore[arg-type]
     assert [(row["id"], row["items"]) for row in every[0, 4]] == [(PADDING, 0)]
 
@@ -133,11 +135,11 @@ def test_excluded_document_is_replaced_by_another_because_its_values_may_not_be_
 def test_excluded_document_of_a_stream_is_replaced_by_the_shortest_other_one() -> None:
     from ftcli.training.batches.streaming_loader import _BatchDataset
 
-    made = [row | {"input_ids": [0] * (9 - row["id"] % 10)} for row in DOCUMENTS]
-    data = _BatchDataset(None, Collate(Task()), {10, 12, 16})  # type: ignore[arg-type]
+    made = [row | {"input_ids": [0] * (9 - row["id"])} for row in DOCUMENTS]
+    data = _BatchDataset(None, Collate(Task()), {0, 2, 6})  # type: ignore[arg-type]
     rows = data._without_excluded([[made[0]], [made[1], made[2]], [made[6], made[4]], [made[5]]])
     assert [[(row["id"], len(row["input_ids"])) for row in row_] for row_ in rows] == [
-        [(PADDING, 4)], [(11, 8)], [(14, 5)], [(15, 4)]
+        [(PADDING, 4)], [(1, 8)], [(4, 5)], [(5, 4)]
     ]  # fmt: skip
     assert [row["id"] for row_ in data._without_excluded([[made[0]]]) for row in row_] == [PADDING]
 

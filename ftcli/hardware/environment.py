@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def has_accelerator() -> bool:
@@ -12,6 +16,21 @@ def has_accelerator() -> bool:
     import torch
 
     return torch.accelerator.is_available()
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed PyTorch's generators of the host and of a device of this process.
+
+    `torch.manual_seed` would seed all kinds of devices. For devices that are not initialised it stores the call with
+    its stack, which is slow and grows with every step.
+    """
+    import torch
+
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    elif device.type != "cpu":
+        torch.manual_seed(seed)
 
 
 def use_cpu_in_deepspeed() -> None:

@@ -61,6 +61,22 @@ def norms_of(tensors: list[Tensor], order: float, dtype: torch.dtype) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors])
 
 
+class ClipsGradients:
+    """An optimizer that clips gradients while it reads them in its step, which saves a pass over all gradients.
+
+    Attributes:
+        clip_factor: Factor of the gradients of the next step, a float32 scalar tensor on any device; None for 1. The
+            step sets it to None.
+    """
+
+    clip_factor: Tensor | None = None
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor, at most 1, by which `torch.nn.utils` clips gradients of 2-norm `norm` to `max_norm`."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 @torch.no_grad()
 def clip_grads_with_norm(gradients: list[Tensor], norm: Tensor, max_norm: float | None) -> None:
     """Scale `gradients` in place so that their norm is at most `max_norm`, as `torch.nn.utils` does.
@@ -71,9 +87,8 @@ def clip_grads_with_norm(gradients: list[Tensor], norm: Tensor, max_norm: float 
         max_norm: Largest norm allowed; None leaves the gradients unchanged.
     """
     if gradients and max_norm is not None:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         # A factor of another dtype would launch one kernel per gradient.
-        factor = factor.to(gradients[0].dtype)
+        factor = clip_factor(norm, max_norm).to(gradients[0].dtype)
         if FOREACH.is_usable():
             torch._foreach_mul_(gradients, factor)
         else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ftcli.hardware import cpu_simulation, environment, precision, weight_broadcast
 from ftcli.hardware.backend import Backend
 from ftcli.hardware.collectives import Ranks
+from ftcli.hardware.gradient_clipping import ClipsGradients, clip_factor
 from ftcli.hardware.missing_gradients import MissingGradients
 from ftcli.hardware.optimizer_state import StateShard, count_updates, start_slots, trained_parameters
 from ftcli.hardware.requested_backend import BACKENDS, is_quantised, reads_weights_once, requested_backend
@@ -44,6 +45,7 @@ class Hardware:
         autocast_dtype: Dtype to which autocast casts matrix products; None without autocast.
         trained_names: Names of the trained parameters, which `before_prepare` records for the run.
         missing: The trained tensors that have had no gradient yet.
+        clipping: The optimizer of the prepared model, if its step clips gradients. DeepSpeed's optimizer clips itself.
     """
 
     accelerator: Accelerator
@@ -55,6 +57,7 @@ class Hardware:
     autocast_dtype: torch.dtype | None
     trained_names: set[str] = field(default_factory=set)
     missing: MissingGradients = field(default_factory=MissingGradients)
+    clipping: ClipsGradients | None = None
 
     def may_compile(self, model: nn.Module) -> bool:
         """Return whether layers of an unprepared model may be compiled."""
@@ -123,6 +126,8 @@ class Hardware:
             self.backend.shard_small_params(self.accelerator, model, optimizer, self.autocast_dtype)
             present = [loader for loader in loaders if loader is not None]
             model, optimizer, *present = self.accelerator.prepare(model, optimizer, *present)
+        inner = getattr(optimizer, "optimizer", None)
+        self.clipping = inner if isinstance(inner, ClipsGradients) else None
         self.backend.after_prepare(model, self.autocast_dtype, skips=self.skips or self.loss_scale is not None)
         return model, optimizer, [None if loader is None else present.pop(0) for loader in loaders]
 
@@ -173,8 +178,9 @@ class Hardware:
         return [parameter for _, parameter in trained_parameters(inner, self.trained_names)]
 
     def clip_grad_norm(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Clip the gradients of all trained parameters in place to a global 2-norm. May be a collective.
+        """Clip the gradients of all trained parameters to a global 2-norm. May be a collective.
 
+        They are clipped in place, or by `step` if the optimizer clips while it reads them.
         Under fp16, and if bad steps are skipped, this method waits for the device. If the norm is not finite, it then
         drops the gradients, so that the optimizer step changes nothing.
 
@@ -185,7 +191,10 @@ class Hardware:
         Returns:
             The norm before clipping, a float32 scalar tensor.
         """
-        norm = self.backend.clip_grad_norm(self.accelerator, parameters, max_norm, self._loss_factor)
+        in_place = None if self.clipping else max_norm
+        norm = self.backend.clip_grad_norm(self.accelerator, parameters, in_place, self._loss_factor)
+        if self.clipping and max_norm is not None:
+            self.clipping.clip_factor = clip_factor(norm, max_norm)
         if self.loss_scale is not None or self.skips:
             finite = bool(norm.isfinite())
             if self.loss_scale is not None:
@@ -196,19 +205,8 @@ class Hardware:
         return norm
 
     def reseed(self, seed: int) -> None:
-        """Seed PyTorch's generators of the host and of this process's device.
-
-        `torch.manual_seed` would seed all kinds of devices. For devices that are not initialised it stores the call
-        with its stack, which is slow and grows with every step.
-        """
-        import torch
-
-        device = self.accelerator.device
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-        elif device.type != "cpu":
-            torch.manual_seed(seed)
+        """Seed PyTorch's generators of the host and of this process's device."""
+        environment.seed_generators(self.accelerator.device, seed)
 
     def step(self, optimizer: Optimizer) -> None:
         """Update the weights and drop the gradients at the end of a window. A missing gradient counts as zero."""

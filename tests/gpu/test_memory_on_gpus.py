@@ -167,7 +167,7 @@ def test_adamw_bf16_kernel_equals_its_formula_without_synchronising() -> None:
         for parameter, copy in zip(optimizer.param_groups[0]["params"], clones, strict=True):
             parameter.grad = torch.ones_like(parameter) * (step % 3 - 0.5)
             numbers = (1 - 1e-5 * 1e-2, 1e-5 / (1 - 0.9**step), 1 - 0.9, 0.999, 1 - 0.999, (1 - 0.999**step) ** -0.5)
-            update(copy[0], parameter.grad.view(-1), *copy[1:], *(torch.tensor(n) for n in (*numbers, 1e-8)))
+            update(copy[0], parameter.grad.view(-1), *copy[1:], None, *(torch.tensor(n) for n in (*numbers, 1e-8)))
         optimizer.step()
     torch.cuda.set_sync_debug_mode("default")
     assert _step.problem is None

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftcli.hardware.gradient_clipping import ClipsGradients
 from ftcli.hardware.moments_8bit import local_shard
 from ftcli.models.kernels.fused import Fused
 from ftcli.training.optim.adamw_per_parameter import PerParameterAdamW
@@ -31,7 +32,7 @@ ROW_LENGTH = (
 )
 
 
-class AdamWBf16(PerParameterAdamW):
+class AdamWBf16(ClipsGradients, PerParameterAdamW):
     """AdamW (Loshchilov & Hutter 2019) on bfloat16 weights, with the results of float32 weights.
 
     Parameter groups and options are those of torch's AdamW. Gradients are bfloat16, arithmetic is float32.
@@ -39,13 +40,20 @@ class AdamWBf16(PerParameterAdamW):
 
     kinds = KINDS
 
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step every weight that has a gradient."""
+        super().step(closure)
+        self.clip_factor = None
+
     def step_weight(self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> None:
         """Step one weight in place, on a GPU with one compiled kernel."""
         numbers = _numbers(
             float(state["step"]), float(group["lr"]), tuple(group["betas"]), group["weight_decay"], group["eps"]
         )
         tensors: list[Any] = [weight, weight.grad, *(state[kind] for kind in KINDS)]
-        _step(*(_in_rows(local_shard(tensor)) for tensor in tensors), *numbers)
+        # The norm may be on a device whose weights are updated on the host.
+        factor = None if self.clip_factor is None else self.clip_factor.to(weight.device, weight.dtype)
+        _step(*(_in_rows(local_shard(tensor)) for tensor in tensors), factor, *numbers)
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
@@ -77,6 +85,7 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     remainder: Tensor,
+    factor: Tensor | None,
     keep: Tensor,
     rate: Tensor,
     new1: Tensor,
@@ -93,6 +102,8 @@ def update(
         exp_avg: First moment, bfloat16, updated.
         exp_avg_sq: Second moment, float32, updated.
         remainder: Lower 16 bits of the weight, int16, updated.
+        factor: Factor of the gradient, a bfloat16 scalar tensor on its device; None for 1. The product is rounded to
+            bfloat16, as if the gradient had been multiplied in place.
         keep: Factor of weight decay, `1 - learning rate * decay`.
         rate: Learning rate with the correction of the first moment's bias.
         new1: `1 - beta1`.
@@ -102,7 +113,7 @@ def update(
         eps: Added to the denominator.
     """
     whole = join(weight, remainder)
-    gradient = gradient.float()
+    gradient = gradient.float() if factor is None else nearest_bfloat16(gradient.float() * factor.float())
     first = exp_avg.float()
     first = first + (gradient - first) * new1
     second = exp_avg_sq * beta2 + gradient * gradient * new2
@@ -124,6 +135,13 @@ def split(whole: Tensor) -> tuple[Tensor, Tensor]:
     bits = whole.view(torch.int32)
     upper = (bits + 2**15) >> 16
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+def nearest_bfloat16(values: Tensor) -> Tensor:
+    """Return float32 values rounded to bfloat16, as float32; ties to even. Compilers leave out casts there and back."""
+    bits = values.view(torch.int32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+    return torch.where(values.isnan(), values, rounded)  # the sum may turn NaN into zero
 
 
 _step = Fused(update)  # one kernel for weights of any length, instead of eight passes over memory

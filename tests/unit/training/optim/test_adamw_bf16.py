@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ftcli.training.optim.adamw_bf16 import AdamWBf16, join, split, update
+from ftcli.hardware.gradient_clipping import clip_factor, clip_grads_with_norm, get_total_norm
+from ftcli.training.optim.adamw_bf16 import KINDS, AdamWBf16, join, nearest_bfloat16, split, update
 from ftcli.training.optim.adamw_per_parameter import PerParameterAdamW
+
+from ....support.cells import cell
 
 STEPS = 200
 
@@ -53,10 +57,43 @@ def test_cutting_a_weight_changes_no_bit() -> None:
     whole += [torch.rand(10, generator=draw), torch.randint(-99, 99, (10,), generator=draw).to(torch.int16)]
     cut = [tensor.clone() for tensor in whole]
     numbers = [torch.tensor(value) for value in (0.999, 1e-3, 0.1, 0.999, 0.001, 31.6, 1e-8)]
-    update(*whole, *numbers)
+    update(*whole, None, *numbers)
     for part in (slice(0, 3), slice(3, 10)):
-        update(*(tensor[part] for tensor in cut), *numbers)
+        update(*(tensor[part] for tensor in cut), None, *numbers)
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+
+
+def test_nearest_bfloat16_equals_torchs_cast() -> None:
+    values = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-45, 38, 4000)
+    ties = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.4e38, float("inf"), 0.0, -0.0])
+    values = torch.cat([values, ties, -ties])
+    assert torch.equal(nearest_bfloat16(values), values.bfloat16().float())
+    every_nan = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    assert nearest_bfloat16(every_nan).isnan().all()
+
+
+@pytest.mark.parametrize("factor", [0.37, 1.0])
+def test_clipping_inside_of_the_step_gives_the_bits_of_clipping_before_it(factor: float) -> None:
+    starts = [torch.randn(*size, generator=torch.Generator().manual_seed(0)).bfloat16() for size in ((8, 16), (33,))]
+    optimizers = []
+    for _ in range(2):
+        weights = [torch.nn.Parameter(start.clone()) for start in starts]
+        optimizers.append(AdamWBf16([{"params": weights}], lr=1e-3, weight_decay=0.1))
+    draw = torch.Generator().manual_seed(1)
+    for step in range(4):  # the last one is not clipped, so a factor must not stay
+        inside, before = (optimizer.param_groups[0]["params"] for optimizer in optimizers)
+        for here, there in zip(inside, before, strict=True):
+            here.grad = torch.randn(here.shape, generator=draw).bfloat16()
+            there.grad = here.grad.clone()
+        norm = get_total_norm([weight.grad for weight in before], torch.device("cpu"))
+        if step < 3:
+            optimizers[0].clip_factor = clip_factor(norm, factor * float(norm))
+            clip_grads_with_norm([weight.grad for weight in before], norm, factor * float(norm))
+        for optimizer in optimizers:
+            optimizer.step()
+    for here, there in zip(inside, before, strict=True):
+        assert torch.equal(here, there)
+        assert all(torch.equal(optimizers[0].state[here][kind], optimizers[1].state[there][kind]) for kind in KINDS)
 
 
 class Walk(PerParameterAdamW):
@@ -80,3 +117,32 @@ def test_adamw_bf16_skips_weights_without_gradient_and_counts_empty_shards() -> 
     first = [(2, 1, torch.float32), (3, 1, torch.float16)]
     assert walk.seen == first + [(size, 2, dtype) for size, _, dtype in first]
     assert int(walk.state[weights[1]]["step"]) == 2 and weights[3] not in walk.state
+
+
+@pytest.mark.parametrize("precision", ["bf16_pure", "bf16"])
+def test_gradients_are_clipped_once_in_place_or_by_the_step(precision: str, inputs: Path) -> None:
+    from ftcli.training.setup import prepare
+
+    run = prepare(
+        cell(inputs, "sft-tied", precision=precision, optimizer={"learning_rate": 1e-3, "max_grad_norm": 0.01}),
+        cpu=True,
+    )
+    weights = run.hardware.trained(run.model)
+    run.hardware.backward(run.loss_of(run.any_batch()))
+    before = [weight.grad.clone() for weight in weights]
+    norm = run.hardware.clip_grad_norm(weights, run.recipe.optimizer.max_grad_norm)
+    in_place = not all(torch.equal(weight.grad, own) for weight, own in zip(weights, before, strict=True))
+    assert in_place is (precision == "bf16") and norm > 0.02
+    if in_place:
+        assert float(get_total_norm([weight.grad for weight in weights], torch.device("cpu"))) == pytest.approx(0.01)
+    else:
+        optimizer = run.hardware.clipping
+        assert float(optimizer.clip_factor) == pytest.approx(0.01 / float(norm), rel=1e-4)
+        run.hardware.step(run.optimizer)
+        assert optimizer.clip_factor is None and weights[0].grad is None
+        moments = [optimizer.state[weight]["exp_avg"].float() for weight in weights]  # 0.1 of the clipped gradients
+        assert float(torch.linalg.vector_norm(torch.cat([m.flatten() for m in moments]))) == pytest.approx(
+            1e-3, rel=1e-2
+        )
+        run.hardware.clip_grad_norm(weights, None)
+        assert optimizer.clip_factor is None

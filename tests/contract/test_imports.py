@@ -18,6 +18,7 @@ import ftcli
 # What is imported under another name than it is installed by.
 SOLD_AS = {"PIL": "pillow", "yaml": "PyYAML", "sklearn": "scikit-learn", "pydantic_core": "pydantic"}
 SOLD_AS["pynvml"] = "nvidia-ml-py"
+COMES_WITH_TORCH = {"triton"}  # PyTorch for GPUs requires the version that it was built with
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = {"accelerate", "datasets", "deepspeed", "filelock", "fsspec", "huggingface_hub", "jinja2", "numpy", "pynvml"}
 DECLARED |= {"packaging", "peft", "PIL", "psutil", "pyarrow", "pydantic", "yaml", "rich", "safetensors", "tokenizers"}
@@ -41,7 +42,7 @@ def test_imported_packages_are_declared_dependencies() -> None:
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 imported.add(str(node.module).partition(".")[0])
-    foreign = {SOLD_AS.get(name, name) for name in imported - sys.stdlib_module_names}
+    foreign = {SOLD_AS.get(name, name) for name in imported - sys.stdlib_module_names - COMES_WITH_TORCH}
     assert sorted(name for name in foreign if canonicalize_name(name) not in declared) == []
 
 

@@ -1,8 +1,8 @@
-"""Run a formula over tensors as one compiled GPU kernel, with an uncompiled fallback.
+"""Run a formula over tensors as one GPU kernel, with an uncompiled fallback.
 
-Separate operations each read and write all their tensors; a compiled formula does so once. If compilation fails, for
-example because Triton or a C compiler is missing, the plain function runs and one line is logged. Both agree up to
-float32 rounding.
+Separate operations each read and write all their tensors; one kernel does so once. torch.compile makes it from the
+formula, or the formula itself launches a Triton kernel. If compilation fails, for example because Triton or a C
+compiler is missing, the plain function runs and one line is logged. Both agree up to float32 rounding.
 """
 
 from __future__ import annotations
@@ -46,19 +46,23 @@ class Fused:
     Args:
         formula: The function to compile.
         plain: The fallback; None uses `formula` uncompiled.
+        has_kernel: Whether `formula` launches a Triton kernel, which torch.compile need not make.
     """
 
     DEVICE_TYPES = ("cuda",)
 
-    def __init__(self, formula: Callable[..., Any], plain: Callable[..., Any] | None = None) -> None:
-        self.formula, self.plain = formula, plain or formula
+    def __init__(
+        self, formula: Callable[..., Any], plain: Callable[..., Any] | None = None, *, has_kernel: bool = False
+    ) -> None:
+        self.formula, self.plain, self.has_kernel = formula, plain or formula, has_kernel
         self.problem: str | None = None  # why compilation failed
 
     def __call__(self, first: Tensor, *rest: Tensor | None) -> Any:
         """Call the compiled formula and return its result. After an error of the compiler, call the fallback."""
-        if first.device.type not in self.DEVICE_TYPES or self.problem is not None or not DYNAMIC_MARKS.is_usable():
+        is_possible = self.has_kernel or DYNAMIC_MARKS.is_usable()
+        if first.device.type not in self.DEVICE_TYPES or self.problem is not None or not is_possible:
             return self.plain(first, *rest)
-        for tensor in (first, *rest):
+        for tensor in () if self.has_kernel else (first, *rest):
             if tensor is not None and tensor.dim():
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         device_type = first.device.type
@@ -77,6 +81,8 @@ class Fused:
     @cached_property
     def _compiled(self) -> Callable[..., Any]:
         """The compiled formula, or `plain` if torch.compile is disabled and would run `formula` uncompiled."""
+        if self.has_kernel:
+            return self.formula
         if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
             return self.plain
         return torch.compile(self.formula, fullgraph=True, dynamic=False, options=COMPILE_OPTIONS)

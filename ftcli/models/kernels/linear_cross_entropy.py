@@ -230,25 +230,14 @@ def plain_nll(logits: Tensor, targets: Tensor, factors: Tensor | None) -> Tensor
     return nll
 
 
-def nll_in_one_pass(logits: Tensor, targets: Tensor, factors: Tensor | None) -> Tensor:
-    """Compute `plain_nll` in a form that compiles to one kernel, which reads the logits twice and overwrites them.
+def nll_by_kernel(logits: Tensor, targets: Tensor, factors: Tensor | None) -> Tensor:
+    """Compute `plain_nll` with a Triton kernel. A target outside the vocabulary gives NaN instead of an error."""
+    from ftcli.models.kernels.nll_kernel import nll_and_gradient  # imports Triton
 
-    A target outside the vocabulary gives NaN instead of an error. The logit of the target is selected by comparison,
-    because the compiler does not fuse an indexed read. Arguments and result are those of `plain_nll`.
-    """
-    known, vocabulary = targets != -100, logits.shape[1]
-    is_target = torch.arange(vocabulary, device=logits.device) == targets[:, None]
-    wide = logits.float()
-    highest = wide.amax(dim=-1, keepdim=True)
-    log_sum = (wide - highest).exp().sum(dim=-1, keepdim=True).log() + highest
-    nll = (log_sum - torch.where(is_target, wide, 0.0).sum(dim=-1, keepdim=True))[:, 0]
-    nll = torch.where((targets >= 0) & (targets < vocabulary), nll, torch.nan).where(known, 0.0)
-    if factors is not None:
-        logits.copy_(((wide - log_sum).exp() - is_target.float()) * (factors * known)[:, None])
-    return nll
+    return nll_and_gradient(logits, targets, factors)
 
 
-_nll = Fused(nll_in_one_pass, plain_nll)
+_nll = Fused(nll_by_kernel, plain_nll, has_kernel=True)
 
 
 def _logit_gradient(log_p: Tensor, targets: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 from ftcli.hardware.gradient_reduction import mean_of_rows, sum_of_rows
 from ftcli.models.kernels.compile import COMPILERS
 from ftcli.models.kernels.fused import Fused
-from ftcli.models.kernels.linear_cross_entropy import nll_in_one_pass, plain_nll
+from ftcli.models.kernels.linear_cross_entropy import nll_by_kernel, plain_nll
+from ftcli.models.kernels.linear_regularizers import regularized_in_one_pass
 from ftcli.training.optim import adamw_bf16
 from ftcli.training.optim.adamw_bf16 import KINDS, AdamWBf16, join
 
@@ -46,23 +47,6 @@ def both(formula: Any, plain: Any, tensors: tuple[Tensor | None, ...]) -> list[T
     return results
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("trained", [True, False])
-def test_nll_in_one_pass_equals_plain_nll(dtype: torch.dtype, trained: bool) -> None:
-    logits, targets, factors = rows(7, dtype)
-    nll, left, plain, expected = both(nll_in_one_pass, plain_nll, (logits, targets, factors if trained else None))
-    torch.testing.assert_close(nll, plain, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(left, expected)
-    assert nll[3] == 0 and nll.dtype == torch.float32
-    assert torch.equal(left, logits) is not trained
-
-
-def test_nll_in_one_pass_with_an_invalid_target_is_nan() -> None:
-    logits, targets, factors = rows(6, torch.float32)
-    targets[:2] = torch.tensor([-1, 96])
-    assert nll_in_one_pass(logits, targets, factors).isnan().tolist() == [True, True] + [False] * 4
-
-
 def broken(first: Tensor, second: Tensor | None) -> Tensor:
     torch._dynamo.graph_break()
     return first + 1
@@ -87,25 +71,45 @@ def test_fused_with_a_device_without_memory_is_not_mistaken_for_a_missing_compil
 
 
 def test_fused_with_compilation_disabled_runs_the_plain_form(on_cpu: None) -> None:
-    fused = Fused(nll_in_one_pass, lambda *tensors: "plain")
+    fused = Fused(regularized_in_one_pass, lambda *tensors: "plain")
     with torch._dynamo.config.patch(disable=True):
         assert fused(torch.ones(2, 2), torch.ones(2)) == "plain"
     assert fused.problem is None
 
 
 def test_fused_on_cpu_compiles_nothing() -> None:
-    assert Fused(nll_in_one_pass, lambda *tensors: "plain")(torch.ones(2, 2), torch.ones(2)) == "plain"
+    assert Fused(regularized_in_one_pass, lambda *tensors: "plain")(torch.ones(2, 2), torch.ones(2)) == "plain"
+
+
+def test_fused_formula_with_a_kernel_of_its_own_is_called_as_it_is(on_cpu: None) -> None:
+    fused = Fused(lambda first: first * 2, lambda first: "plain", has_kernel=True)
+    with torch._dynamo.config.patch(disable=True):
+        assert fused(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert not counters["stats"]
+
+
+def test_head_without_triton_for_its_device_runs_the_plain_form_and_logs_once(
+    on_cpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fused = Fused(nll_by_kernel, plain_nll, has_kernel=True)
+    for _ in range(2):
+        nll, left, plain, expected = both(fused, plain_nll, rows(7, torch.bfloat16))
+        assert torch.equal(nll, plain) and torch.equal(left, expected)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ftcli: nll_by_kernel is not compiled: same results, but slower (")
 
 
 @COMPILER
 @pytest.mark.slow
 def test_fused_one_compiled_kernel_of_the_head_serves_any_number_of_rows(on_cpu: None) -> None:
-    fused = Fused(nll_in_one_pass, plain_nll)
+    fused = Fused(regularized_in_one_pass)
     for dtype in (torch.float32, torch.bfloat16):
         for count in (5, 8, 31):
+            logits, targets, factors = rows(count, dtype)
+            tensors = (logits, targets, torch.stack([factors, factors / 2, factors / 8], dim=-1))
             with torch.autocast("cpu", enabled=count != 8):
-                nll, left, plain, expected = both(fused, plain_nll, rows(count, dtype))
-            torch.testing.assert_close(nll, plain, rtol=1e-6, atol=1e-6)
+                values, left, plain, expected = both(fused, regularized_in_one_pass, tensors)
+            torch.testing.assert_close(values, plain, rtol=1e-6, atol=1e-5)
             torch.testing.assert_close(left, expected)
     assert fused.problem is None
     assert counters["stats"]["unique_graphs"] == 2, "one a dtype"

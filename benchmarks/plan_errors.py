@@ -147,10 +147,10 @@ def compared_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return (line number, line) of ftcli's untraced lines.
 
     Lines of pairs and of short rows that are not packed are left out: their micro-batches differ from step to step, and
-    `plan` knows one size. So are lines without a patch, because `plan` assumes all patches.
+    `plan` knows one size. So are lines without a patch, because `plan` assumes all patches, and experiments.
     """
     lines = enumerate(map(json.loads, path.read_text().splitlines()), start=1)
-    is_whole = lambda line: not line["traced"] and not line.get("without")  # noqa: E731
+    is_whole = lambda line: not (line["traced"] or line.get("without") or line["label"].startswith("experiment"))  # noqa: E731
     own = [(number, line) for number, line in lines if line["peer"] == "ftcli" and is_whole(line)]
     return [(number, line) for number, line in own if line["task"] not in PAIRS and not line["cell"].get("median")]
 

@@ -1,13 +1,11 @@
 """Check the contract of tasks: sums that add up, counts that equal the mask, padding without effect.
 
-ftcli's tests apply these checks to the shipped tasks. You can apply them to your own task:
+ftcli's tests apply these checks to the shipped tasks. Apply them to your own task with
+`ftcli.testing.check_task("my_recipe.yaml")`, or with pytest. The model must be small, because it runs on the CPU.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_my_task(check):
         check(TaskCase("my_recipe.yaml"))
-
-or, without pytest, `ftcli.testing.check_task("my_recipe.yaml")`. The recipe's model must be small, because it runs on
-the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ftcli.config.task_registry import refresh_task
 from ftcli.models.own_model import probe_tensor
 from ftcli.runtime.errors import InputError
 from ftcli.tasks.protocol import derives_columns, has_first_pass
@@ -51,6 +50,7 @@ class TaskCase:
         from ftcli.training.terms import LossTerms
 
         self.recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
+        refresh_task(self.recipe.task)
         self.task = build_task(self.recipe)
         prepared = prepare_rows(self.recipe, self.task)
         if len(prepared.train) < ROWS:

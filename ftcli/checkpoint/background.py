@@ -14,12 +14,25 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.runtime.errors import DiskError
+from ftcli.runtime.log import log_line
 
 if TYPE_CHECKING:
     from ftcli.hardware.collectives import Ranks
 
 
 T = TypeVar("T")
+_unfinished: set[Future[object]] = set()  # checkpoints of all runs of this process
+
+
+def wait_for_unfinished() -> None:
+    """Wait for checkpoints that earlier runs of this process are still writing, as after an error in a notebook.
+
+    Otherwise a new run would not find the newest of them, and would delete its unfinished folder. An error of such a
+    checkpoint is logged only: the run that wrote it raises it.
+    """
+    for checkpoint in list(_unfinished):
+        if (error := checkpoint.exception()) is not None:
+            log_line(f"a checkpoint of an earlier run of this process was not completed: {error}")
 
 
 class BackgroundSaver:
@@ -59,6 +72,8 @@ class BackgroundSaver:
         """
         self.wait()
         self._last = self._thread.submit(work)
+        _unfinished.add(self._last)
+        self._last.add_done_callback(_unfinished.discard)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk, and raise its error if writing failed."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ftcli.config.task_files import changed_code, remember_code
 from ftcli.runtime.errors import InputError, Problem, nearest
 from ftcli.runtime.opened_files import files_of_task, recording, recording_import
 from ftcli.runtime.reader_errors import user_path
@@ -77,6 +78,33 @@ def find_task(name: str) -> ModuleType:
             hint='give it model_config = ConfigDict(extra="forbid", strict=True, frozen=True)',
         )
     return module
+
+
+def refresh_task(name: str) -> None:
+    """Make this process use the present code of a custom task: call this before a new run, and not during one.
+
+    A notebook may go on after an edit. The task's own file is then imported again, which Python would not do. A run
+    that was prepared before keeps the old classes.
+
+    Args:
+        name: Name of a task.
+
+    Raises:
+        InputError: A module that the task imports has changed. Only a new process imports that again.
+    """
+    if not is_custom_task(name):
+        return
+    is_file = name.endswith(".py") or "/" in name
+    own = user_path(name, "task").resolve() if is_file else None
+    module = name if own is None else f"{FROM_FILE}{own.stem}"
+    if module not in sys.modules or not (changed := changed_code(module)):
+        return
+    if changed != [own]:
+        raise InputError(
+            f"task '{name}': this process has imported older contents of {', '.join(map(str, changed))}",
+            hint="restart the process (in a notebook: the kernel), which imports the present code",
+        )
+    del sys.modules[module]
 
 
 def task_class(name: str) -> Any:
@@ -165,6 +193,7 @@ def _from_file(name: str) -> ModuleType:
     module, execute = importlib.util.module_from_spec(spec), spec.loader.exec_module
     if os.getcwd() not in sys.path:  # for modules beside the file; last, so that they hide no installed package
         sys.path.append(os.getcwd())
+    remember_code(module_name, name)
     sys.modules[module_name] = module  # loader workers and dataclasses find the module by name
     _import(name, module_name, lambda: execute(module))
     return module
@@ -186,6 +215,8 @@ def _from_module(name: str) -> ModuleType:
             )
         if end < len(parts):
             _import(name, parent, lambda parent=parent: importlib.import_module(parent))  # type: ignore[misc]
+    if name not in sys.modules:
+        remember_code(name, name)
     _import(name, name, lambda: importlib.import_module(name))
     return sys.modules[name]
 

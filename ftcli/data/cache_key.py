@@ -9,11 +9,9 @@ are stored with the prepared rows, and their sizes and times are part of the nam
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import cache
@@ -21,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.config.task_files import task_files
 from ftcli.config.task_registry import is_custom_task
 from ftcli.data.chat.template_variables import date_formats, texts_of
 from ftcli.data.fingerprints import file_digest
@@ -86,14 +85,8 @@ def task_code(name: str) -> str | None:
     """
     if not is_custom_task(name):
         return None
-    folders, roots, pending = _task_files(name)
-    files = set(pending)
-    while pending:
-        for file in _imported(pending.pop(), roots):
-            if file not in files and any(folder in file.parents for folder in folders):
-                files.add(file)
-                pending.append(file)
-    return _digest_of(roots[0], sorted(files)) if files else None
+    root, files = task_files(name)
+    return _digest_of(root, files) if files else None
 
 
 def files_of_start(recipe: Recipe) -> list[str]:
@@ -111,53 +104,6 @@ def files_of_start(recipe: Recipe) -> list[str]:
     paths = [Path(path) for path in files_at_start(recipe.task).inputs()]
     own = [path for path in paths if folder is None or folder.resolve() not in path.resolve().parents]
     return sorted(file_digest(path) if path.is_file() else "missing" for path in own)
-
-
-def _task_files(name: str) -> tuple[list[Path], list[Path], list[Path]]:
-    """Return (folders of a custom task, folders that it imports from, its file and those of its packages)."""
-    if name.endswith(".py") or "/" in name:
-        path = Path(name).expanduser().resolve()
-        roots = [path.parent]
-        if Path.cwd() in path.parent.parents:  # on the import path of `python -m ftcli`
-            roots.append(Path.cwd())
-        return roots, roots, [path] * path.is_file()
-    parts = name.split(".")
-    for root in map(Path, [os.getcwd(), *sys.path]):
-        if _module_file(root, parts) is not None:
-            root = root.resolve()
-            return [root / parts[0]], [root], list(_files_of([root], parts))
-    return [], [Path()], []
-
-
-def _imported(file: Path, roots: list[Path]) -> Iterator[Path]:
-    """Yield the files below `roots` that a Python file imports."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # importing the task reports it
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files_of(roots, alias.name.split("."))
-        elif isinstance(node, ast.ImportFrom):
-            above = [file.parents[node.level - 1]] if 0 < node.level <= len(file.parents) else []
-            module = node.module.split(".") if node.module else []
-            for alias in node.names:
-                yield from _files_of(above if node.level else roots, [*module, alias.name])
-
-
-def _files_of(roots: list[Path], parts: list[str]) -> Iterator[Path]:
-    """Yield the file of a module and those of its parent packages, if they are below one of `roots`."""
-    for root in roots:
-        for end in range(1, len(parts) + 1):
-            if (file := _module_file(root, parts[:end])) is not None:
-                yield file.resolve()
-
-
-def _module_file(root: Path, parts: list[str]) -> Path | None:
-    """Return the file of a module or package below a folder; None if there is none."""
-    path = root.joinpath(*parts)
-    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 def _model_code(recipe: Recipe) -> Any:

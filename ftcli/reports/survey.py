@@ -91,6 +91,7 @@ def prepare_data(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> 
     """Return the prepared rows of a recipe, building their cache if necessary."""
     from ftcli.config.load import find_recipe, load_recipe
     from ftcli.config.recipe import Recipe
+    from ftcli.config.task_registry import refresh_task
     from ftcli.data.cache import prepare_rows
     from ftcli.data.revisions import resolve
     from ftcli.hardware.environment import quiet_libraries
@@ -99,6 +100,7 @@ def prepare_data(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> 
     name = recipe.task if isinstance(recipe, Recipe) else str(find_recipe(recipe))
     loaded = resolve(recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)).recipe
     quiet_libraries()
+    refresh_task(loaded.task)
     task = build_task(loaded)
     return Prepared(name, loaded, task, prepare_rows(loaded, task))
 

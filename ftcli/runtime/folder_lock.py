@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,11 +17,12 @@ LOCK = ".lock"  # locked by the process that trains into the folder or has launc
 
 # Folders that this process reserves -> descriptor of the lock file; None before the file is locked.
 _LOCKS: dict[Path, int | None] = {}
+_BLOCKS: Counter[Path] = Counter()  # how many blocks of `locked` are open; runs of one notebook may share a folder
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Prevent other processes from training into a folder inside the block.
+    """Prevent other processes from training into a folder inside the block. Blocks of one process may overlap.
 
     The folder is locked at once if it exists, else when `lock` is called. Has no effect on file systems without locks.
 
@@ -31,13 +33,15 @@ def locked(folder: Path) -> Iterator[None]:
         InputError: Another process trains into the folder.
     """
     key = _real(folder)
-    _LOCKS[key] = None
+    _LOCKS.setdefault(key, None)
+    _BLOCKS[key] += 1
     try:
         if folder.is_dir():
             lock(folder)
         yield
     finally:
-        opened = _LOCKS.pop(key)
+        _BLOCKS[key] -= 1
+        opened = None if _BLOCKS[key] else _LOCKS.pop(key)
         if opened is not None:
             with suppress(OSError):  # the error of a full or failing disk is raised elsewhere
                 if not is_replaced(folder, opened):

@@ -19,6 +19,9 @@ _owner: Settings | None = None
 class Settings:
     """The settings that one run changed; a context manager that restores them."""
 
+    def __init__(self) -> None:
+        self._has_owned = False
+
     def __enter__(self) -> Settings:
         return self
 
@@ -28,7 +31,11 @@ class Settings:
     def own(self) -> None:
         """Make this run the owner of all changes that are not restored yet."""
         global _owner
-        _owner = self
+        _owner, self._has_owned = self, True
+
+    def is_replaced(self) -> bool:
+        """Return whether a later run has begun to change settings, which restored those of this run."""
+        return self._has_owned and _owner is not self
 
     def restore(self) -> None:
         """Restore all settings, the newest first, unless another run owns them."""

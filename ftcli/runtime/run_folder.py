@@ -274,25 +274,25 @@ class RunFolder:
                 sync(path)
         sync(self.path)
 
-    def rewind(self, step: int, *, evaluated: bool = True) -> None:
+    def rewind(self, step: int, *, evaluated: bool = True, from_start: bool = True) -> None:
         """Move the rows after a step from metrics.jsonl and samples.jsonl to the files `*.abandoned.jsonl`.
 
         Args:
             step: The step at which the run resumes. Rows of later steps are moved.
             evaluated: Whether the checkpoint includes the evaluation after this step. If not, its rows are moved too.
+            from_start: Whether a run at step 0 begins anew, so that its evaluation at the start is repeated.
         """
         for name in ("metrics", "samples"):
-            self._rewind(name, step, evaluated=evaluated)
+            self._rewind(name, step if step or not from_start else -1, evaluated=evaluated)
 
     def _rewind(self, name: str, step: int, *, evaluated: bool) -> None:
         """Move the rows after a step out of one file; arguments as for `rewind`."""
         path = self.path / f"{name}.jsonl"
-        last = step if step else -1  # from step 0 the evaluation at the start is repeated too
         valid: list[bytes] = []
         abandoned: list[bytes] = []
         for _, line, row in read_rows(path):
             is_evaluation = row is not None and row["step"] == step and "loss" not in row
-            is_abandoned_row = row is None or row["step"] > last or (not evaluated and is_evaluation)
+            is_abandoned_row = row is None or row["step"] > step or (not evaluated and is_evaluation)
             (abandoned if is_abandoned_row else valid).append(line + b"\n")
         if abandoned:
             with explain_disk_errors(path), (self.path / f"{name}.abandoned.jsonl").open("ab") as file:

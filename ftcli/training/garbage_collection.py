@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 WARM_UP_STEPS = 2  # of a launch, until optimizer state, compiled code and communicators exist
 STEPS_BETWEEN_COLLECTIONS = 50
+_is_off = False  # whether an open loop has switched off automatic collection
 _open_loops: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 
@@ -61,7 +62,8 @@ def collect_between_steps(steps: Iterator[Step], first_step: int) -> Iterator[St
     Yields:
         Each step, unchanged.
     """
-    was_enabled = gc.isenabled()
+    global _is_off
+    was_enabled = gc.isenabled() or _is_off  # a loop that was left may still be open
     freezes = not imports_are_frozen()  # `gc.unfreeze` would return a fork server's imports to all later collections
     try:
         for step in steps:
@@ -70,6 +72,7 @@ def collect_between_steps(steps: Iterator[Step], first_step: int) -> Iterator[St
                 if freezes:
                     gc.freeze()
                 gc.disable()
+                _is_off = was_enabled
             elif step.number % STEPS_BETWEEN_COLLECTIONS == 0 and not gc.isenabled():
                 gc.collect()
             yield step
@@ -78,6 +81,7 @@ def collect_between_steps(steps: Iterator[Step], first_step: int) -> Iterator[St
             gc.unfreeze()
         if was_enabled:
             gc.enable()
+            _is_off = False
 
 
 @contextmanager

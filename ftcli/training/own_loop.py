@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -62,7 +63,8 @@ def prepare(
 
     Raises:
         InputError: The recipe, the data, the model or the checkpoint is wrong, the recipe differs from that of the
-            checkpoint, it cannot run on the profile of `accelerate launch`, or `output` holds another run.
+            checkpoint, it cannot run on the profile of `accelerate launch`, or `output` holds another run, or one that
+            another process trains. Other processes are kept out of `output` as long as the run exists.
 
     Example:
         >>> run = ftcli.prepare("recipe.yaml", overrides=["train.max_steps=100"], output="runs/mine")
@@ -82,29 +84,34 @@ def prepare(
     if problems := trackers + ([] if profile is None else check_pair(requested, profile)):
         raise InputError(problems)
     folder = None if output is None else RunFolder(output)
-    start = _find_start(folder, requested, resume, anyway=resume_anyway)
-    if folder is not None:
-        resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
-        folder.check_free(resuming=resuming)  # on every rank, so that none waits for one that was refused
-        if current_rank() == 0:
-            folder.claim(resuming=resuming)
-    run = setup.prepare(
-        requested,
-        output=output,
-        cpu=cpu,
-        weights=weights,
-        dry_run=dry_run,
-        resume=start,
-        resume_anyway=resume_anyway,
-    )
-    if run.folder is not None:
-        if current_rank() == 0:
-            write_run_inputs(run.folder, run.resolved.applied_to(requested), profile, start, dry_run=dry_run)
-            rewind_run_folder(run, run.folder)
-            run.folder.write_status("loading", run.first_step, 0)
-        run.stop = StopRequest(run.folder)
-        run.load = LoadMonitor(run.folder)
-        run.record = OwnLoop(run)
+    with ExitStack() as lock:
+        if folder is not None and current_rank() == 0:
+            lock.enter_context(folder.locked())
+        start = _find_start(folder, requested, resume, anyway=resume_anyway)
+        if folder is not None:
+            resuming = resume == AUTO or (start is not None and belongs_to(folder, start))
+            folder.check_free(resuming=resuming)  # on every rank, so that none waits for one that was refused
+            if current_rank() == 0:
+                folder.claim(resuming=resuming)
+        run = setup.prepare(
+            requested,
+            output=output,
+            cpu=cpu,
+            weights=weights,
+            dry_run=dry_run,
+            resume=start,
+            resume_anyway=resume_anyway,
+        )
+        if run.folder is not None:
+            run.is_measured = True  # the loop evaluates by itself, and nothing repeats what it evaluated
+            if current_rank() == 0:
+                write_run_inputs(run.folder, run.resolved.applied_to(requested), profile, start, dry_run=dry_run)
+                rewind_run_folder(run, run.folder, from_start=start is None)
+                run.folder.write_status("loading", run.first_step, 0)
+            run.stop = StopRequest(run.folder)
+            run.load = LoadMonitor(run.folder)
+            run.record = OwnLoop(run)
+        weakref.finalize(run, lock.pop_all().close)
     return run
 
 

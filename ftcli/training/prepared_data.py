@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ftcli.config.plan import Plan, derive_plan
-from ftcli.config.task_registry import recording_task
+from ftcli.config.task_registry import recording_task, refresh_task
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.process import world_size
@@ -84,6 +84,7 @@ def prepare_data(recipe: Recipe, *, trains: bool, dry_run: bool) -> PreparedData
 
     processes = world_size()
     derive_plan(recipe, processes)
+    refresh_task(recipe.task)
     task = build_task(recipe)
     if recipe.data.streaming and has_companions(task):
         raise InputError(

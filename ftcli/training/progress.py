@@ -1,8 +1,8 @@
 """Record the position of the loop over a run's steps, and refuse changes that the loop cannot follow.
 
 A user's loop may be left by `break` and entered again. `steps` then continues after the last complete step. Another
-optimizer or model in the run, and a learning rate that was set by hand, raise an error. This module is independent of
-task, model and hardware.
+optimizer or model in the run, and options of the optimizer that were set by hand, raise an error. This module is
+independent of task, model and hardware.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ftcli.training.run import Run
 
 
+OPTIONS = ("lr", "weight_decay", "betas", "eps", "momentum")  # of a parameter group, which the recipe sets
+
+
 class Progress:
     """Position of one run.
 
@@ -29,12 +32,12 @@ class Progress:
         self._in_step = False
         self._newest_loop = 0  # number of the newest loop; only this one may continue
         self._prepared: tuple[object, object] | None = None  # model and optimizer
-        self._rates: list[float] | None = None  # learning rate of each parameter group, as last set
+        self._options: list[list[object]] | None = None  # of each parameter group, as last set
 
     def remember(self, run: Run) -> None:
         """Record the prepared model, the prepared optimizer and its learning rates."""
         self._prepared = (run.model, run.optimizer)
-        self._rates = [group["lr"] for group in run.optimizer.param_groups]
+        self._options = _options(run)
 
     def enter(self, run: Run) -> int:
         """Begin a loop over the remaining steps, or continue after a loop that was left.
@@ -43,11 +46,12 @@ class Progress:
             The number of the loop, for `check_loop`.
 
         Raises:
-            RunError: A step was interrupted before it was complete.
+            RunError: A step was interrupted before it was complete, or another run was prepared since.
             InputError: The model or the optimizer of the run was replaced.
         """
         self.check_complete()
         self._check_not_replaced(run)
+        _check_newest(run)
         if self.done is None:
             self.done = run.first_step
         elif self.done != run.first_step and self.done < run.steps:
@@ -63,19 +67,20 @@ class Progress:
         """Set the learning rate of the next step.
 
         Raises:
+            RunError: Another run was prepared since.
             InputError: The model, the optimizer or a learning rate of the run was replaced.
         """
         self._check_not_replaced(run)
-        groups = run.optimizer.param_groups
-        if self._rates is not None and [group["lr"] for group in groups] != self._rates:
+        _check_newest(run)
+        if self._options is not None and _options(run) != self._options:
             raise InputError(
-                "the learning rate or the parameter groups of run.optimizer were changed in the loop; the learning "
-                "rate is a function of the step, so that a resumed run has the same",
-                hint="set optimizer.learning_rate and the keys of schedule in the recipe",
+                "the learning rate or the parameter groups of run.optimizer were changed in the loop; they follow from "
+                "the recipe and the step, so that a resumed run has the same",
+                hint="set the keys of optimizer and schedule in the recipe",
             )
-        for group in groups:
+        for group in run.optimizer.param_groups:
             group["lr"] = rate * group["lr_factor"]
-        self._rates = [group["lr"] for group in groups]
+        self._options = _options(run)
         self._in_step = True
 
     def end_step(self, done: int) -> None:
@@ -112,6 +117,24 @@ class Progress:
                     if name == "optimizer"
                     else "change the model in the task's load_model or finish_model",
                 )
+
+
+def _options(run: Run) -> list[list[object]]:
+    """Return the values of `OPTIONS` for each parameter group; None for what an optimizer does not have."""
+    return [[group.get(name) for name in OPTIONS] for group in run.optimizer.param_groups]
+
+
+def _check_newest(run: Run) -> None:
+    """Raise `RunError` if another run was prepared in this process since, also if that has failed.
+
+    Accelerate has one state in a process, for instance the number of micro-batches by which gradients are divided, and
+    torch has one value of each setting. `prepare` sets both for the newest run.
+    """
+    if run.settings.is_replaced():
+        raise RunError(
+            "another run was prepared in this process since, which changed settings of Accelerate and torch that this "
+            "run trains with. Prepare this run again; with resume=CHECKPOINT it continues from that checkpoint"
+        )
 
 
 def gather_cursors(run: Run, step: int) -> list[list[int]] | None:

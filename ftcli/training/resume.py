@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.checkpoint.background import wait_for_unfinished
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
 from ftcli.config.plan import Plan, derive_plan, require_later_end
 from ftcli.config.recipe import Recipe
@@ -63,6 +64,7 @@ def find_start(folder: RunFolder, recipe: Recipe, resume: str, *, anyway: bool =
     """
     if resume == NEVER:
         return None
+    wait_for_unfinished()
     if not resume:  # a variable of the shell that is not set
         raise InputError("--resume is empty", hint=VALUES)
     origin = folder.origin() if resume == AUTO else resume

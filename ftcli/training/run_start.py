@@ -42,9 +42,15 @@ def write_run_inputs(
         folder.write_text(DRY_RUN, "a dry run of two steps; the next dry run replaces this folder\n")
 
 
-def rewind_run_folder(run: Run, folder: RunFolder) -> None:
-    """Remove metrics and checkpoints after the first step, write environment.json, and record the launch."""
-    folder.rewind(run.first_step, evaluated=run.is_measured)
+def rewind_run_folder(run: Run, folder: RunFolder, *, from_start: bool = True) -> None:
+    """Remove metrics and checkpoints after the first step, write environment.json, and record the launch.
+
+    Args:
+        run: The run.
+        folder: Its folder.
+        from_start: Whether a run at step 0 repeats the evaluation at its start.
+    """
+    folder.rewind(run.first_step, evaluated=run.is_measured, from_start=from_start)
     abandon(folder.path, run.first_step)
     device = str(run.hardware.accelerator.device)
     environment = describe_environment(device, run.plan.processes) | {"resolution": run.resolved.entries}

@@ -153,6 +153,10 @@ def other_rate(run: Run) -> None:
     run.optimizer.param_groups[0]["lr"] = 1e-3
 
 
+def other_decay(run: Run) -> None:
+    run.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
 def other_groups(run: Run) -> None:
     run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1})
 
@@ -175,23 +179,86 @@ def no_model(run: Run) -> None:
         (no_model, r"run.model was replaced by another object \(NoneType\)"),
         (
             other_rate,
-            "(?s)the learning rate or the parameter groups .*optimizer.learning_rate and the keys of schedule",
+            "(?s)the learning rate or the parameter groups .*the keys of optimizer and schedule",
         ),
+        (other_decay, "the learning rate or the parameter groups of run.optimizer were changed"),
         (other_groups, "the learning rate or the parameter groups of run.optimizer were changed"),
         (other_optimizer, r"(?s)run.optimizer was replaced by another object \(SGD\).*optimizer.name"),
         (other_model, r"(?s)run.model was replaced by another object \(Linear\).*load_model or finish_model"),
     ],
 )
 def test_steps_refuses_what_it_would_overwrite_or_ignore(change: Any, message: str, inputs: Path) -> None:
-    before, meanwhile = (ftcli.prepare(recipe(inputs), cpu=True) for _ in range(2))
+    before = ftcli.prepare(recipe(inputs), cpu=True)
     change(before)
     with pytest.raises(InputError, match=message):
         next(ftcli.steps(before))
+    meanwhile = ftcli.prepare(recipe(inputs), cpu=True)
     loop = ftcli.steps(meanwhile)
     next(loop)
     change(meanwhile)
     with pytest.raises(InputError, match=message):
         next(loop)
+
+
+@pytest.mark.parametrize("is_valid", [True, False])
+def test_steps_of_a_run_after_another_one_was_prepared_are_refused(is_valid: bool, inputs: Path) -> None:
+    run = ftcli.prepare(recipe(inputs, batch={"global_size": 12, "micro_size": 3}), cpu=True)
+    loop = ftcli.steps(run)
+    next(loop)
+    if is_valid:  # it would divide gradients by 1 instead of 4 micro-batches
+        other = ftcli.prepare(recipe(inputs, batch={"global_size": 12, "micro_size": 12}), cpu=True)
+    else:
+        with pytest.raises(InputError, match="nowhere"):
+            ftcli.prepare(recipe(inputs, model={"name": str(inputs / "nowhere")}), cpu=True)
+    for later in (loop, ftcli.steps(run)):
+        with pytest.raises(RunError, match="another run was prepared in this process since"):
+            next(later)
+    if is_valid:
+        next(ftcli.steps(other))
+
+
+def test_folder_of_an_own_loop_is_locked_until_the_run_is_freed(inputs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=output)
+    command = f"from ftcli.runtime.run_folder import RunFolder\nwith RunFolder({str(output)!r}).locked(): pass"
+    refused = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert f"another process trains into {output}: process {os.getpid()} on " in refused.stderr
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=output, resume="auto")  # as when a cell runs again
+    assert subprocess.run([sys.executable, "-c", command], capture_output=True).returncode == 1
+    del run
+    assert subprocess.run([sys.executable, "-c", command], capture_output=True).returncode == 0
+    held = f"import time\n{command.replace('pass', '')}print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with pytest.raises(InputError, match="another process trains into"):
+            ftcli.prepare(recipe(inputs), cpu=True, output=output, resume="auto")
+        other.kill()
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_evaluation_of_an_own_loop_at_a_checkpoint_without_metrics_stays(at: int, inputs: Path, tmp_path: Path) -> None:
+    what = recipe(inputs, data=streamed(inputs) | {"streaming": False, "eval": str(inputs / "chats.jsonl")})
+    run = ftcli.prepare(what, cpu=True, output=tmp_path / "run")
+    if at:
+        rows_of(ftcli.steps(run), until=at)
+    ftcli.evaluate(run)
+    save_checkpoint(run, at)
+    before = RunFolder(tmp_path / "run").metrics()
+    assert any("eval/loss" in row and row["step"] == at for row in before)
+    ftcli.prepare(what, cpu=True, output=tmp_path / "run", resume="auto")
+    assert RunFolder(tmp_path / "run").metrics() == before
+
+
+def test_prepare_waits_for_a_checkpoint_that_an_earlier_run_is_still_writing(inputs: Path, tmp_path: Path) -> None:
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
+    rows_of(ftcli.steps(run), until=2)
+    may_begin = threading.Event()
+    run.saving._thread.submit(may_begin.wait)  # as a slow disk
+    save_checkpoint(run, 2, background=True)
+    assert not (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+    threading.Timer(1.0, may_begin.set).start()
+    again = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run", resume="auto")
+    assert again.first_step == 2
 
 
 def test_prepare_with_output_writes_the_files_of_a_run(inputs: Path, tmp_path: Path) -> None:

@@ -93,3 +93,15 @@ def test_automatic_enables_garbage_collection_in_its_block_only() -> None:
     with automatic_collection():
         assert gc.isenabled()
     assert gc.isenabled()
+
+
+def test_loop_after_one_that_was_left_and_not_closed_restores_automatic_collection() -> None:
+    assert gc.isenabled()
+    left = iter(collect_between_steps(steps(0, 9), 0))
+    for _ in range(WARM_UP_STEPS + 1):
+        next(left)
+    assert not gc.isenabled()
+    assert len(list(collect_between_steps(steps(WARM_UP_STEPS + 1, 9), WARM_UP_STEPS + 1))) == 9 - WARM_UP_STEPS - 1
+    assert gc.isenabled()
+    del left
+    assert gc.isenabled()

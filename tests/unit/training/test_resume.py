@@ -244,6 +244,8 @@ def test_run_folder_rows_beyond_a_checkpoint_are_moved_and_so_is_one_that_was_cu
     folder.rewind(2)
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 2]
     assert (tmp_path / "metrics.abandoned.jsonl").read_text() == '{"step": 3}\n{"step": 4, "lo\n'
+    folder.rewind(0, from_start=False)
+    assert folder.metrics() == [{"step": 0}]
     folder.rewind(0)
     assert folder.metrics() == []
     assert len((tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()) == 6

@@ -70,14 +70,18 @@ class Counts:
             setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
     def why_none(self, length: int) -> str:
-        """Return a hint for a source of which every row was left out, without an error in any.
+        """Return a hint for a source of which every row was left out.
 
         Args:
             length: `data.max_length`.
         """
         longer = f"{self.dropped:,} of {self.rows:,} rows are longer than data.max_length {length}: raise it"
         weightless = f"{self.weightless:,} of {self.rows:,} rows have weight 0"
-        return "; ".join([longer] * (self.dropped > 0) + [weightless] * (self.weightless > 0))
+        reasons = [longer] * (self.dropped > 0) + [weightless] * (self.weightless > 0)
+        if self.bad:
+            row, reason = self.bad[0]
+            reasons.append(f"{len(self.bad):,} of {self.rows:,} rows cannot be used; row {row + 1}: {reason}")
+        return "; ".join(reasons)
 
 
 def encode_source(

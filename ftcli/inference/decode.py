@@ -22,6 +22,7 @@ from ftcli.models.router_loss import WITHOUT_ROUTER_LOSS
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.seeds import seed_of
 
+READ_PADDING = ("rwkv", "recurrent_gemma")  # model types
 PADDING_ROW = -1  # number of a row without an answer, with which this process runs as many passes as the others
 
 
@@ -45,6 +46,14 @@ class SamplingOptions:
 def forward_names(model: nn.Module) -> frozenset[str]:
     """Return the parameter names of a causal model's forward; with an adapter, of its base model."""
     return frozenset(inspect.signature(type(base_model_of(model)).forward).parameters)
+
+
+def leaves_out_padding(model: nn.Module) -> bool:
+    """Return whether a model's answer to a prompt is the same with padding on the left, as in a batch.
+
+    The recurrent layers of some models read padding too: they ignore the mask.
+    """
+    return getattr(getattr(base_model_of(model), "config", None), "model_type", None) not in READ_PADDING
 
 
 def end_tokens(tokenizer: Any, model: Any) -> frozenset[int]:

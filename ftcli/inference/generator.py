@@ -55,7 +55,7 @@ class TextGenerator:
         Args:
             prompts: The prompts.
             choice: How tokens are selected.
-            batch_size: Number of prompts that are answered together.
+            batch_size: Number of prompts that are answered together, if the model can leave out padding.
 
         Yields:
             One answer per prompt, in order.
@@ -63,8 +63,11 @@ class TextGenerator:
         Raises:
             InputError: A prompt is too long for the model.
         """
+        from ftcli.inference.decode import leaves_out_padding
+
         encoded = [self._encode(prompt) for prompt in prompts]
         check_prompt_lengths(self.model.config, encoded, choice.max_new_tokens)
+        batch_size = batch_size if leaves_out_padding(self.model) else 1
         for first in range(0, len(prompts), batch_size):
             rows = range(first, min(first + batch_size, len(prompts)))
             generated: list[list[int]] = [[] for _ in rows]
@@ -187,12 +190,12 @@ def load_generator(
     """
     _check_exists(str(target))
     import torch
-    import transformers
 
     from ftcli.checkpoint.final import load_plain
     from ftcli.hardware.environment import quiet_libraries
     from ftcli.models.adapter_folder import has_adapter_only
-    from ftcli.models.hub import checked_base_revision, load_from_hub
+    from ftcli.models.hub import checked_base_revision
+    from ftcli.models.load import load_answering_model
     from ftcli.models.tokenizer import load_tokenizer
 
     quiet_libraries()
@@ -210,17 +213,20 @@ def load_generator(
     section = Model(name=name, trust_remote_code=trust_remote_code)
     try:
         tokenizer = load_tokenizer(section)
-    except InputError as error:  # the name is not from a recipe
-        problems = [replace(problem, what=problem.what.removeprefix("model.name: ")) for problem in error.problems]
-        raise InputError(problems) from error
+    except InputError as error:
+        raise _as_of_command(error) from error
     chat.require_template(name, tokenizer)
     check_variables(chat.variables, texts_of(tokenizer.chat_template), FLAG)
     log_line(f"loading {name} on {device}")
     if has_adapter_only(path):  # transformers would not make room for the embeddings of new tokens
+        _check_adapter(path)
         revision = checked_base_revision(path)
         model = load_plain(CAUSAL_LM, path, trust_remote_code=trust_remote_code, revision=revision)
     else:
-        model = load_from_hub(getattr(transformers, CAUSAL_LM), section, dtype=torch.float32).eval()
+        try:
+            model = load_answering_model(CAUSAL_LM, section)
+        except InputError as error:
+            raise _as_of_command(error) from error
 
     def encode(
         prompt: PromptInput, *, chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any
@@ -229,6 +235,20 @@ def load_generator(
         return encode_prompt(tokenizer, prompt, chat_template_kwargs=variables, **options)
 
     return TextGenerator(name, tokenizer, model.to(device), encode)
+
+
+def _as_of_command(error: InputError) -> InputError:
+    """Return an error without the key of the recipe, because the name is not from a recipe."""
+    return InputError([replace(problem, what=problem.what.removeprefix("model.name: ")) for problem in error.problems])
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raise `InputError` if an adapter was trained for a task without answers."""
+    from ftcli.models.adapter_folder import adapter_settings
+
+    task_type = adapter_settings(folder).get("task_type")
+    if task_type not in (None, "CAUSAL_LM"):
+        raise InputError(f"the adapter in {folder} does not generate text: its task type is {task_type}")
 
 
 def _check_exists(name: str) -> None:

@@ -118,6 +118,10 @@ def launch(
     port = ["--main_process_port", "0"] if machines.count == 1 and machines.main_port is None else []
     command = [sys.executable, "-m", LAUNCHER, "--quiet", *port, *plain_command[2:]]
     is_first = machines.rank == 0  # the folder may be shared by all machines
+    if machines.count > 1:
+        others = "the other machines, which must reach it" if is_first else "machine 0"
+        place = f"{machines.main_ip}:{machines.main_port}"
+        log_line(f"machine {machines.rank} of {machines.count} (from 0) waits for {others} at {place}")
     supervise(
         command,
         folder=folder,

@@ -31,6 +31,26 @@ class NoMeeting(Exception):
         super().__init__(fact.text)
 
 
+def _resolve(host: str, port: int, *, until: float) -> None:
+    """Wait until the address of machine 0 is known. The name of a pod is known only after the pod has started.
+
+    torch would try again too, but print where in its code. An address of digits is tried once.
+
+    Raises:
+        NoMeeting: It is not known at the time `until` of the monotonic clock.
+    """
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+            return
+        except OSError as error:
+            if time.monotonic() < until and not host.replace(".", "").isdigit():
+                time.sleep(1)
+                continue
+            remedy = "give an address of machine 0 that this machine can resolve: --main-process-ip"
+            raise NoMeeting(wrong("machine 0", f"the address {host} is not known here: {error}", remedy)) from None
+
+
 @dataclass
 class Meeting:
     """A store that all machines share.
@@ -56,7 +76,7 @@ class Meeting:
 
         Args:
             machines: Number, rank and address of the machines.
-            seconds: How long to wait for machine 0.
+            seconds: How long to wait for machine 0, and before that for its address to be known.
 
         Raises:
             NoMeeting: The address is not known, the port is taken, or machine 0 does not answer.
@@ -66,11 +86,7 @@ class Meeting:
         host, port = machines.main_ip or "127.0.0.1", machines.main_port or 0
         serves = machines.rank == 0
         limit = timedelta(seconds=seconds)
-        try:
-            socket.getaddrinfo(host, port)  # torch would try again and again, and print where in its code
-        except OSError as error:
-            remedy = "give an address of machine 0 that this machine can resolve: --main-process-ip"
-            raise NoMeeting(wrong("machine 0", f"the address {host} is not known here: {error}", remedy)) from None
+        _resolve(host, port, until=time.monotonic() + seconds)
         try:
             store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit)
         except DistError:

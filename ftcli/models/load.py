@@ -128,6 +128,26 @@ def load_model(
     return model, heads
 
 
+def load_answering_model(auto_class: str, section: Model) -> Any:
+    """Load a model that answers prompts, in float32 and evaluation mode, on the host.
+
+    Args:
+        auto_class: Name of transformers' class that loads the model.
+        section: The model's name, and whether its code may run.
+
+    Raises:
+        InputError: The model is not found, weights are missing in its files, or its tokens see later tokens.
+    """
+    import torch
+
+    auto = getattr(importlib.import_module("transformers"), auto_class)
+    model, info = load_from_hub(auto, section, dtype=torch.float32, output_loading_info=True)
+    hint = "name a model that generates text, with all its weights"
+    _check_architecture(model, sorted(info["missing_keys"]), section.name, new_head=False, hint=hint)
+    _check_causal(model, section.name)
+    return model.eval()
+
+
 def _from_pretrained_options(
     recipe: Recipe, section: Model, dtype: Any, labels: list[str] | None, problem_type: str | None
 ) -> dict[str, Any]:
@@ -246,7 +266,14 @@ def _dropout_keys(config: Any) -> list[tuple[Any, str]]:
     ]
 
 
-def _check_architecture(model: nn.Module, new: list[str], name: str, *, new_head: bool) -> None:
+def _check_architecture(
+    model: nn.Module,
+    new: list[str],
+    name: str,
+    *,
+    new_head: bool,
+    hint: str = "name a model that fits this task, or another task",
+) -> None:
     """Raise `InputError` if too many weights are new, or any weight without a new head."""
     sizes = {key: parameter.numel() for key, parameter in model.named_parameters()}
     fraction = sum(sizes.get(key, 0) for key in new) / max(1, sum(sizes.values()))
@@ -254,14 +281,14 @@ def _check_architecture(model: nn.Module, new: list[str], name: str, *, new_head
         raise InputError(
             f"model.name: the weights of {name} do not fit a {type(model).__name__}: "
             f"{len(new)} are missing, the first is {new[0]}",
-            hint="name a model that fits this task, or another task",
+            hint=hint,
         )
 
 
 def _check_causal(model: Any, name: str) -> None:
     """Raise `InputError` for an encoder's weights in a model that generates text; tokens would see later ones.
 
-    transformers loads such weights without a message.
+    transformers loads such weights without a message. Tokens of XLNet see later ones unless each call names an order.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -269,7 +296,8 @@ def _check_causal(model: Any, name: str) -> None:
     generates = hasattr(model, "can_generate") and model.can_generate()
     if not generates or getattr(config, "is_encoder_decoder", False):
         return
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", True) is False:
+    is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True)
+    if is_encoder or config.model_type == "xlnet":
         raise InputError(
             f"model.name: {name} is an encoder ({config.model_type}), in which tokens attend to later tokens",
             hint="name a causal language model, which this task needs",

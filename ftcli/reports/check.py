@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.plan import AUTO_SIZE, Plan, derive_plan, derive_shards, describe_dropped_rows
+from ftcli.launch.machines import Machines, machine_problems
 from ftcli.launch.preflight import check_inputs, describe_formats
 from ftcli.runtime.errors import EXIT_DONE, InputError, collect_problems
 from ftcli.runtime.redaction import redact
@@ -152,6 +153,9 @@ def check(
     machines = 1 if hardware is None else hardware.num_machines
     world = count_processes(hardware, num_processes, cpu=cpu, num_machines=machines)
     if hardware is not None:
+        named = Machines(machines, main_ip="known at the launch", main_port=1)
+        if problems := machine_problems(hardware, world, named):
+            raise InputError(problems)
         derive_shards(*hardware.mesh, world)
     plan = derive_plan(loaded, world, counts.get("train") if counts else None)
     facts, notes = _describe_sizes(loaded, counts)

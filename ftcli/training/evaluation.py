@@ -18,7 +18,7 @@ from ftcli.config.recipe_training import ANSWER_METRICS
 from ftcli.data.task_encoders import uses_variant
 from ftcli.hardware.batch_norm import average_statistics
 from ftcli.inference.answers import Answer, EncodedPrompt, build_answer, check_prompt_lengths
-from ftcli.inference.decode import PADDING_ROW, SamplingOptions, decode, end_tokens, forward_names
+from ftcli.inference.decode import PADDING_ROW, SamplingOptions, decode, end_tokens, forward_names, leaves_out_padding
 from ftcli.inference.prompts import recipe_prompts
 from ftcli.models.kernels.padding_masks import padding_of, use_padding
 from ftcli.runtime.errors import InputError
@@ -154,8 +154,9 @@ def sample_prompts(run: Run) -> list[Answer]:
         return is_open > 0
 
     run.model.eval()
-    for first in range(0, most, plan.micro_size):
-        numbers = mine[first : first + plan.micro_size] or [PADDING_ROW]
+    size = plan.micro_size if leaves_out_padding(run.hardware.unwrap(run.model)) else 1
+    for first in range(0, most, size):
+        numbers = mine[first : first + size] or [PADDING_ROW]
         steps = decode(
             run.model,
             names,

@@ -16,6 +16,7 @@ from ftcli.checkpoint.background import wait_for_unfinished
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
 from ftcli.config.plan import Plan, derive_plan, require_later_end
 from ftcli.config.recipe import Recipe
+from ftcli.config.recipe_keys import flatten, format_value, machine_hints
 from ftcli.config.trust import stored_form
 from ftcli.data.fingerprints import FORMULA, legacy_fingerprints
 from ftcli.data.hub_files import find_hub_files
@@ -30,7 +31,6 @@ from ftcli.runtime.process import current_rank, has_ftcli_parent
 from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.training.optim.schedule import learning_rate
-from ftcli.training.recipe_keys import flatten, format_value, machine_hints
 
 if TYPE_CHECKING:
     from ftcli.training.prepared_data import PreparedData

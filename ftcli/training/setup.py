@@ -36,6 +36,7 @@ from ftcli.training.prepared_data import PreparedData, prepare_data
 from ftcli.training.resume import checked_step
 from ftcli.training.run import LoadingTimes, Run
 from ftcli.training.run_description import describe_run
+from ftcli.training.same_run import check_same_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,8 +58,6 @@ def prepare(
     resume_anyway: bool = False,
 ) -> Run:
     """Build everything that one training run needs, and pass it through `Accelerator.prepare` once. A collective.
-
-    Works in a notebook (one process) and in every launched process.
 
     Args:
         recipe: A `Recipe`, the path of one, or the name of a shipped recipe.
@@ -83,8 +82,6 @@ def prepare(
         ...     print(step.number, step.loss)
     """
     began = _launch_time()
-    import torch
-
     from ftcli.hardware.environment import quiet_libraries
     from ftcli.training.acceleration import accelerate_model
     from ftcli.training.derived_columns import add_columns
@@ -101,8 +98,8 @@ def prepare(
     first_step = start.first_step(data, anyway=resume_anyway)
     folder = None if output is None else RunFolder(output)
     hardware = loading.timed("devices", _build_hardware)(config, data.plan, folder, cpu=cpu)
+    check_same_run(hardware.ranks, folder, start, rows=data.rows.fingerprint, first_step=first_step)
     guard = NonFiniteGuard(config.faults, hardware, excluded=set())
-
     model = loading.timed("model", build_model)(config, data, weights)
     model, config, acceleration = loading.timed("kernels", accelerate_model)(model, config, data, hardware)
     data = acceleration.applied_to(data)
@@ -136,7 +133,7 @@ def prepare(
     )
     run.log_lines += [*start.log_lines(), *acceleration.kernel_lines, *describe_run(run), *lines]
     run.log_lines += acceleration.memory_lines
-    torch.manual_seed(seed_of(config.seed, hardware.ranks.rank))
+    hardware.reseed(seed_of(config.seed, hardware.ranks.rank))
     check_disk(run)
     if derives_columns(run.task):
         add_columns(run, weights=weights, state=start.state, anyway=resume_anyway)

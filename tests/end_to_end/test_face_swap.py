@@ -152,6 +152,8 @@ def test_resume_with_another_helper_network_is_refused(run: Path, recipe: Recipe
     begun = ftcli.prepare(recipe, cpu=True, output=tmp_path / "begun")
     save_file(weights | {name: weights[name] * 2}, file, metadata={"format": "pt"})
     try:
+        step = next(ftcli.steps(begun))
+        ftcli.save_checkpoint(begun, step.number)  # with the networks that were loaded, not those of the files now
         with pytest.raises(
             InputError,
             match=r"the frozen weights of task_options.perceptual: \S+mobilenet are not those with which the model",
@@ -160,8 +162,6 @@ def test_resume_with_another_helper_network_is_refused(run: Path, recipe: Recipe
         with pytest.raises(InputError, match="the frozen weights of task_options.perceptual"):
             setup.prepare(later, cpu=True, resume=checkpoint_path(run, 2))
         assert ftcli.prepare(recipe, cpu=True, resume=checkpoint_path(run, 2), resume_anyway=True).first_step == 2
-        step = next(ftcli.steps(begun))
-        ftcli.save_checkpoint(begun, step.number)  # with the networks that were loaded, not those of the files now
     finally:
         shutil.copy(tmp_path / file.name, file)
     first, second = (read_state(checkpoint_path(folder, n)) for folder, n in ((tmp_path / "begun", 1), (run, 2)))

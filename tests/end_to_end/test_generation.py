@@ -312,3 +312,29 @@ def test_train_with_unusable_generate_settings_is_refused(
 def test_generate_without_prompts_is_refused(ftcli: RunCli) -> None:
     code, _, err = ftcli("generate", "untied")
     assert code == 2 and "give --prompt TEXT, or --file FILE" in err
+
+
+def test_generate_from_a_folder_without_weights_of_a_causal_model_is_refused(ftcli: RunCli, inputs: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForSequenceClassification, XLNetConfig, XLNetLMHeadModel
+
+    damaged = Path(shutil.copytree("untied", "damaged")) / "model.safetensors"
+    weights = load_file(damaged)
+    removed = sorted(weights)[-1]
+    save_file({name: value for name, value in weights.items() if name != removed}, damaged, {"format": "pt"})
+    classifier = AutoModelForSequenceClassification.from_pretrained("untied")
+    get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])).save_pretrained("scores")
+    shutil.copytree("untied", "xlnet")
+    XLNetLMHeadModel(XLNetConfig(vocab_size=300, d_model=16, n_layer=1, n_head=2, d_inner=16)).save_pretrained("xlnet")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path("untied") / file, "scores")
+    for name, message in {
+        "damaged": f"the weights of damaged do not fit a LlamaForCausalLM: 1 are missing, the first is {removed}",
+        "encoder": "the weights of encoder do not fit a BertLMHeadModel",
+        "scores": "the adapter in scores does not generate text: its task type is SEQ_CLS",
+        "xlnet": "xlnet is an encoder (xlnet), in which tokens attend to later tokens",
+    }.items():
+        code, out, err = ftcli("generate", name, "--prompt", "alpha", "--cpu")
+        assert (code, out) == (2, ""), (name, err)
+        assert f"error: {message}" in err

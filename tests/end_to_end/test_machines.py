@@ -101,6 +101,7 @@ def test_train_on_two_machines_that_share_a_disk_gives_the_curve_of_one_process(
     changes = (TWENTY, f"batch.micro_size={micro}")
     for code, out, err in on_two_machines(inputs, "recipe.yaml", profile, folder.path, *changes):
         assert code == 0 and out.splitlines()[-1] == str(folder.path), err
+        assert "of 2 (from 0) waits for " in err
     assert folder.status()["state"] == "done" and folder.final.is_dir()
     assert len(folder.training_rows()) == 20
     assert_same_curve(folder, single)

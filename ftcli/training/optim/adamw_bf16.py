@@ -42,6 +42,9 @@ class AdamWBf16(ClipsGradients, PerParameterAdamW):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step every weight that has a gradient."""
+        if self.clip_factor is not None:  # the norm may be on a device whose weights are updated on the host
+            device = next(weight.device for group in self.param_groups for weight in group["params"])
+            self.clip_factor = self.clip_factor.to(device, torch.bfloat16)
         super().step(closure)
         self.clip_factor = None
 
@@ -51,9 +54,7 @@ class AdamWBf16(ClipsGradients, PerParameterAdamW):
             float(state["step"]), float(group["lr"]), tuple(group["betas"]), group["weight_decay"], group["eps"]
         )
         tensors: list[Any] = [weight, weight.grad, *(state[kind] for kind in KINDS)]
-        # The norm may be on a device whose weights are updated on the host.
-        factor = None if self.clip_factor is None else self.clip_factor.to(weight.device, weight.dtype)
-        _step(*(_in_rows(local_shard(tensor)) for tensor in tensors), factor, *numbers)
+        _step(*(_in_rows(local_shard(tensor)) for tensor in tensors), self.clip_factor, *numbers)
 
 
 def _in_rows(tensor: Tensor) -> Tensor:

@@ -167,14 +167,9 @@ def go_back(folder: Path, output: Path, workers: int) -> dict[str, Any]:
     resumed = curve(prepare(recipe, cpu=True, resume=checkpoint_path(output / "run", 6)))
     short = changes | {"train": {"max_steps": 6}, "schedule": {"name": "constant"}}
     back = prepare(poisoned(folder, faults={"non_finite": "rollback"}, **short), cpu=True, output=output / "short")
+    went_back = curve(back, save_at=(3,))
     left = prepare(poisoned(folder, faults={"non_finite": "skip"}, **short), cpu=True)
-    return {
-        "ids": ids,
-        "undone": undone,
-        "resumed": resumed,
-        "short": curve(back, save_at=(3,)),
-        "skipping": curve(left),
-    }
+    return {"ids": ids, "undone": undone, "resumed": resumed, "short": went_back, "skipping": curve(left)}
 
 
 @pytest.mark.parametrize(

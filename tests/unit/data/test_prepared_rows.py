@@ -19,7 +19,7 @@ from ftcli import testing
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_data import Source
 from ftcli.data.cache import PreparedRows, prepare_rows
-from ftcli.data.encode import PARALLEL_FROM, encode_source, encoded_files
+from ftcli.data.encode import PARALLEL_FROM, Counts, encode_source, encoded_files
 from ftcli.data.revisions import hub_notes
 from ftcli.data.sources import check_source, first_columns, read_rows
 from ftcli.launch.preflight import describe_formats
@@ -126,6 +126,11 @@ def test_prepare_rows_with_no_usable_row_names_the_reasons(model: Path, tmp_path
     (problem,) = caught.value.problems
     assert problem.what.endswith("rows.jsonl has no usable row")
     assert problem.hint == ("2 of 3 rows are longer than data.max_length 64: raise it; 1 of 3 rows have weight 0")
+
+
+def test_reason_why_no_row_is_usable_names_the_first_bad_row() -> None:
+    counts = Counts(rows=24, bad=[(2, "label 10 is not one of: a, b"), (3, "another")])
+    assert counts.why_none(64) == "2 of 24 rows cannot be used; row 3: label 10 is not one of: a, b"
 
 
 def test_prepare_rows_with_an_epoch_takes_the_weight_of_a_source_times_its_rows(model: Path, tmp_path: Path) -> None:

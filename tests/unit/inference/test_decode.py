@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from ftcli.inference.answers import Prompt
 from ftcli.inference.decode import (
     PADDING_ROW,
     SamplingOptions,
     decode,
     end_tokens,
     forward_names,
+    leaves_out_padding,
     pad_left,
     sample_tokens,
 )
+from ftcli.inference.generator import TextGenerator
 from ftcli.testing import tiny_tokenizer
 
 PROMPTS = [[5, 9, 7], [11], [30, 31, 32, 33, 34, 35, 36, 37]]
@@ -138,3 +141,38 @@ def test_end_tokens_are_the_tokenizers_and_those_of_the_generation_configuration
     model = tiny("Llama")
     model.generation_config.eos_token_id = [7, 9]
     assert end_tokens(tiny_tokenizer(), model) == {1, 7, 9}
+
+
+def recurrent(kind: str) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "Rwkv":
+        config = transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+        model = transformers.RwkvForCausalLM(config).eval()
+    else:
+        sizes = {"hidden_size": 32, "lru_width": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_window_size": 6}
+        config = transformers.RecurrentGemmaConfig(vocab_size=64, pad_token_id=0, **sizes, **heads)
+        model = transformers.RecurrentGemmaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["Rwkv", "RecurrentGemma"])
+def test_models_that_read_padding_answer_one_prompt_at_a_time(kind: str) -> None:
+    model, prompts = recurrent(kind), [[5, 9, 7], list(range(10, 22))]
+    choice = SamplingOptions(6)
+    assert not leaves_out_padding(model) and leaves_out_padding(tiny("Llama"))
+    ids, mask = pad_left(prompts, 0)
+    padded = model(input_ids=ids, attention_mask=mask).logits[0, -1]
+    assert not torch.allclose(padded, model(input_ids=torch.tensor(prompts[:1])).logits[0, -1], atol=1e-3)
+    tokens = {"first": prompts[0], "second": prompts[1]}
+    generator = TextGenerator("tiny", tiny_tokenizer(), model, lambda content: tokens[content])
+    together, apart = (
+        [answer.text for answer in generator.answers([Prompt("first"), Prompt("second")], choice, batch_size=size)]
+        for size in (8, 1)
+    )
+    assert together == apart

@@ -222,6 +222,8 @@ def test_train_with_a_profile_of_two_machines_needs_the_main_address(recipe: Pat
     assert Machines.of(profile, 1, 0, "10.0.0.1", 29400) == Machines(2, 1, "10.0.0.1", 29400)
     with pytest.raises(InputError, match="several machines need --main-process-ip"):
         launcher.train(recipe, "two.yaml")
+    with pytest.raises(InputError, match="3 processes cannot be shared out over 2 machines"):
+        check.check(recipe, "two.yaml", num_processes=3, overrides=["batch.global_size=3"])
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,12 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-_imported: dict[str, dict[Path, str]] = {}  # module of a task -> digest of each of its files when it was imported
+_files: dict[str, list[Path]] = {}  # module of a task -> its files
+# File -> digest of its contents, and spec of its module, when this process imported it.
+_imported: dict[Path, tuple[str, ModuleSpec | None]] = {}
 
 
 def task_files(name: str) -> tuple[Path, list[Path]]:
@@ -38,13 +41,51 @@ def task_files(name: str) -> tuple[Path, list[Path]]:
 
 
 def remember_code(module: str, name: str) -> None:
-    """Remember the contents of a task's files, immediately before its module is imported."""
-    _imported[module] = {file: _digest(file) for file in task_files(name)[1]}
+    """Remember the contents of a task's files, immediately before its module is imported.
+
+    A file that the process has imported before, as for another task, keeps what is remembered of it.
+    """
+    files = _files[module] = task_files(name)[1]
+    specs = _specs(files)
+    for file in files:
+        if file not in _imported or specs.get(file) is None or specs[file] is not _imported[file][1]:
+            _imported[file] = (_digest(file), specs.get(file))
 
 
-def changed_code(module: str) -> list[Path]:
-    """Return the files of an imported module of a task that have changed since it was imported, or are gone."""
-    return [file for file, digest in _imported.get(module, {}).items() if _digest(file) != digest]
+def note_modules(module: str) -> None:
+    """Remember which modules hold the code of a task's files, immediately after its module was imported."""
+    for file, spec in _specs(_files[module]).items():
+        _imported[file] = (_imported[file][0], spec)
+
+
+def changed_code(module: str) -> tuple[list[Path], list[Path]]:
+    """Return the files of a task whose code in this process is older, and those that were reloaded since.
+
+    Files that this process has not imported are in neither list. `importlib.reload` gives a module a new spec.
+    """
+    older, reloaded = [], []
+    files = _files.get(module, [])
+    specs = _specs(files)
+    for file in files:
+        digest, spec = _imported[file]
+        if file not in specs or _digest(file) == digest:
+            continue
+        if spec is None or specs[file] is spec:
+            older.append(file)
+        else:
+            reloaded.append(file)
+            _imported[file] = (_digest(file), specs[file])
+    return older, reloaded
+
+
+def _specs(files: list[Path]) -> dict[Path, ModuleSpec | None]:
+    """Return the spec of the module of each of some files that this process has imported."""
+    names, found = {file.name for file in files}, {}
+    for module in list(sys.modules.values()):
+        place = getattr(module, "__file__", None)
+        if isinstance(place, str) and os.path.basename(place) in names:
+            found[Path(os.path.realpath(place))] = getattr(module, "__spec__", None)
+    return {file: found[file] for file in files if file in found}
 
 
 def _digest(file: Path) -> str:

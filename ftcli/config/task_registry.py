@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config.task_files import changed_code, remember_code
+from ftcli.config.task_files import changed_code, note_modules, remember_code
 from ftcli.runtime.errors import InputError, Problem, nearest
 from ftcli.runtime.opened_files import files_of_task, recording, recording_import
 from ftcli.runtime.reader_errors import user_path
@@ -97,14 +97,16 @@ def refresh_task(name: str) -> None:
     is_file = name.endswith(".py") or "/" in name
     own = user_path(name, "task").resolve() if is_file else None
     module = name if own is None else f"{FROM_FILE}{own.stem}"
-    if module not in sys.modules or not (changed := changed_code(module)):
+    if module not in sys.modules:
         return
-    if changed != [own]:
+    older, reloaded = changed_code(module)
+    if others := [file for file in older if file != own]:
         raise InputError(
-            f"task '{name}': this process has imported older contents of {', '.join(map(str, changed))}",
+            f"task '{name}': this process has imported older contents of {', '.join(map(str, others))}",
             hint="restart the process (in a notebook: the kernel), which imports the present code",
         )
-    del sys.modules[module]
+    if own is not None and (older or reloaded):
+        del sys.modules[module]
 
 
 def task_class(name: str) -> Any:
@@ -196,6 +198,7 @@ def _from_file(name: str) -> ModuleType:
     remember_code(module_name, name)
     sys.modules[module_name] = module  # loader workers and dataclasses find the module by name
     _import(name, module_name, lambda: execute(module))
+    note_modules(module_name)
     return module
 
 
@@ -215,9 +218,12 @@ def _from_module(name: str) -> ModuleType:
             )
         if end < len(parts):
             _import(name, parent, lambda parent=parent: importlib.import_module(parent))  # type: ignore[misc]
-    if name not in sys.modules:
+    is_new = name not in sys.modules
+    if is_new:
         remember_code(name, name)
     _import(name, name, lambda: importlib.import_module(name))
+    if is_new:
+        note_modules(name)
     return sys.modules[name]
 
 

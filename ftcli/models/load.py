@@ -50,6 +50,10 @@ NEW_HEADS = declare(
 MAX_NEW_FRACTION = 0.2  # of the parameters; with more new ones the weights belong to another architecture
 
 
+# Ends of the names of classes whose heads score a text.
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+
+
 def load_image_processor(section: Model, key: str = MODEL_KEY) -> Any:
     """Return the image processor of the model that a key names.
 
@@ -144,6 +148,9 @@ def load_answering_model(auto_class: str, section: Model) -> Any:
     model, info = load_from_hub(auto, section, dtype=torch.float32, output_loading_info=True)
     hint = "name a model that generates text, with all its weights"
     _check_architecture(model, sorted(info["missing_keys"]), section.name, new_head=False, hint=hint)
+    for name in model.config.architectures or []:  # with tied embeddings nothing is missing
+        if name.endswith(CLASSIFIERS):
+            raise InputError(f"model.name: {section.name} is a {name}, which answers no prompts", hint=hint)
     _check_causal(model, section.name)
     return model.eval()
 

@@ -32,8 +32,11 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         InputError: Another process trains into the folder.
     """
-    key = _real(folder)
-    _LOCKS.setdefault(key, None)
+    key, process = _real(folder), os.getpid()
+    opened = _LOCKS.setdefault(key, None)
+    if opened is not None and is_replaced(folder, opened):  # of an earlier run, whose folder was deleted or renamed
+        os.close(opened)
+        _LOCKS[key] = None
     _BLOCKS[key] += 1
     try:
         if folder.is_dir():
@@ -44,7 +47,7 @@ def locked(folder: Path) -> Iterator[None]:
         opened = None if _BLOCKS[key] else _LOCKS.pop(key)
         if opened is not None:
             with suppress(OSError):  # the error of a full or failing disk is raised elsewhere
-                if not is_replaced(folder, opened):
+                if os.getpid() == process and not is_replaced(folder, opened):  # not in a fork of that process
                     (folder / LOCK).unlink(missing_ok=True)
             os.close(opened)
 

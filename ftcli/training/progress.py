@@ -51,7 +51,8 @@ class Progress:
         """
         self.check_complete()
         self._check_not_replaced(run)
-        _check_newest(run)
+        if self.done is None or self.done < run.steps:
+            _check_newest(run)
         if self.done is None:
             self.done = run.first_step
         elif self.done != run.first_step and self.done < run.steps:
@@ -133,7 +134,8 @@ def _check_newest(run: Run) -> None:
     if run.settings.is_replaced():
         raise RunError(
             "another run was prepared in this process since, which changed settings of Accelerate and torch that this "
-            "run trains with. Prepare this run again; with resume=CHECKPOINT it continues from that checkpoint"
+            "run trains with. Save this run by ftcli.save_checkpoint(run, run.position), and prepare it again with "
+            "resume=CHECKPOINT"
         )
 
 

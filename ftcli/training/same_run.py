@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ftcli.config.recipe_keys import flatten
 from ftcli.config.trust import stored_form
+from ftcli.data.cache_key import task_code
 from ftcli.runtime.environment import package_versions
 from ftcli.runtime.errors import InputError, Problem
 from ftcli.runtime.process import local_world_size
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 # Keys that may differ: places of files, whose contents are compared, and what concerns one machine only.
 OWN_KEYS = re.compile(
-    r"(output|log|hub)(\..*)?|model\.name|data\.(train|eval)(\.\d+)?(\.path)?|data\.workers|train\.max_minutes"
+    r"task|(output|log|hub)(\..*)?|model\.name|data\.(train|eval)(\.\d+)?(\.path)?|data\.workers|train\.max_minutes"
 )
 MARK = ".shared"  # a file that rank 0 writes into the run folder, and removes
 SECONDS_TO_APPEAR = 30.0  # a network file system may show a new file of another machine only after some seconds
@@ -73,10 +74,12 @@ def check_same_run(ranks: Ranks, folder: RunFolder | None, start: Start, *, rows
         for key, value in flatten(stored_form(start.resolved.recipe).model_dump(mode="json"))
         if not OWN_KEYS.fullmatch(key)
     }
+    task = start.resolved.recipe.task
+    values |= {"the task": task_code(task) or task, "a run folder": "absent" if folder is None else "given"}
     values |= {"the version of ftcli": package_versions().get("ftcli", "unknown"), "the first step": str(first_step)}
     values |= {"the digest of the prepared rows": rows, "the digest of the checkpoint's state": _digest(start.state)}
     if start.base is not None:
-        values["the digest of the model's files"] = _digest(start.base)
+        values["the digest of the model's files"] = _digest({**start.base, "name": None})
     every: list[dict[str, str]] = ranks.collect(values)
     for rank, other in enumerate(every):
         unknown = {"the digest of the model's files"} - (every[0].keys() & other.keys())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from ftcli.config.plan import describe_dropped_rows
 from ftcli.config.recipe import Recipe
 from ftcli.runtime import load_monitor, process_settings
 from ftcli.runtime.errors import InputError, RunError
+from ftcli.runtime.folder_lock import LOCK
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import run_on_cpu
 from ftcli.training.checkpointing import save_checkpoint
@@ -215,6 +219,46 @@ def test_steps_of_a_run_after_another_one_was_prepared_are_refused(is_valid: boo
             next(later)
     if is_valid:
         next(ftcli.steps(other))
+
+
+def test_steps_of_a_finished_run_are_none_also_after_another_one_was_prepared(inputs: Path) -> None:
+    run = ftcli.prepare(recipe(inputs), cpu=True)
+    assert len(rows_of(ftcli.steps(run), until=STEPS + 1)) == STEPS
+    ftcli.prepare(recipe(inputs), cpu=True)
+    assert list(ftcli.steps(run)) == []
+
+
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_run_into_a_folder_that_was_removed_since_the_run_before(
+    is_renamed: bool, inputs: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=output)
+    next(ftcli.steps(run))
+    output.rename(tmp_path / "old") if is_renamed else shutil.rmtree(output)
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=output)  # as a cell of a notebook that runs again
+    assert len(rows_of(ftcli.steps(run), until=STEPS + 1)) == STEPS
+    assert (output / LOCK).exists() and RunFolder(output).status()["state"] == "done"
+
+
+def test_fork_of_a_process_that_ends_keeps_the_lock_of_its_run(inputs: Path, tmp_path: Path) -> None:
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
+    loop = ftcli.steps(run)
+    next(loop)
+    child = os.fork()
+    if child == 0:
+        from ftcli.runtime.folder_lock import _BLOCKS
+
+        try:
+            assert _BLOCKS[(tmp_path / "run").resolve()] == 1
+            for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+                if getattr(finalizer.peek()[1], "__self__", None).__class__ is ExitStack:
+                    finalizer()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "run" / LOCK).exists()
+    next(loop)
 
 
 def test_folder_of_an_own_loop_is_locked_until_the_run_is_freed(inputs: Path, tmp_path: Path) -> None:

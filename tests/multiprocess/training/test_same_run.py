@@ -38,10 +38,12 @@ def train(folder: Path, output: Path | None, of_rank_1: dict[str, Any], **more: 
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     same_run.SECONDS_TO_APPEAR = 0.5
     own = of_rank_1 if is_second else {}
+    of_both = {"task": more.pop("task")} if "task" in more else {}
     more = {name: value[int(is_second)] if isinstance(value, list) else value for name, value in more.items()}
-    output = output.with_name("elsewhere") if is_second and output is not None and "apart" in own else output
-    values = {name: value for name, value in own.items() if name != "apart"}
-    recipe = cell(folder, "sft-tied", **({"train": {"max_steps": 2}} | values))
+    if is_second and output is not None:
+        output = output.with_name("elsewhere") if "apart" in own else None if "nowhere" in own else output
+    values = {name: value for name, value in own.items() if name not in ("apart", "nowhere")}
+    recipe = cell(folder, "sft-tied", **({"train": {"max_steps": 2}} | of_both | values))
     try:
         run = ftcli.prepare(recipe, cpu=True, output=output, **more)
     except InputError as error:
@@ -68,10 +70,20 @@ def test_machines_with_the_same_rows_at_another_place_train(inputs: Path, tmp_pa
     assert not (tmp_path / "run" / ".shared").exists()
 
 
+def test_machines_with_the_same_model_and_task_at_another_place_train(inputs: Path, tmp_path: Path) -> None:
+    shutil.copytree(inputs / "tied", tmp_path / "model", dirs_exist_ok=True)
+    shutil.copy(inputs / "two_passes.py", tmp_path / "two_passes.py")
+    of_rank_1 = {"model": {"name": str(tmp_path / "model"), "dropout": 0.0}}
+    assert len(both(inputs, tmp_path / "run", of_rank_1)) == 2
+    first, second = (str(folder / "two_passes.py") for folder in (inputs, tmp_path))
+    assert len(both(inputs, None, {"task": second}, task=first)) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"train": {"max_steps": 3}}, "rank 1 is not in the same run as rank 0: train.max_steps is 3, and 2 on rank 0"),
+        ({"nowhere": True}, "rank 1 is not in the same run as rank 0: a run folder is absent, and given on rank 0"),
         ({"seed": 7}, "rank 1 is not in the same run as rank 0: seed is 7, and "),
         ("reversed.jsonl", "rank 1 is not in the same run as rank 0: the digest of the prepared rows is "),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -78,6 +79,27 @@ def test_edited_module_of_a_task_needs_a_new_process(
         first_row(inputs, write(tmp_path, "beta", f"from {name} import SHIFT"))
     (tmp_path / f"{name}.py").write_text("SHIFT = 0\n")
     first_row(inputs, write(tmp_path, "alpha", f"from {name} import SHIFT"))
+
+    # A helper that the user reloads, one that is not imported yet, and one that another task has imported.
+    (tmp_path / f"{name}.py").write_text("SHIFT = 200\n")
+    importlib.reload(sys.modules[name])
+    first_row(inputs, task)
+    assert find_task(task).SHIFT == 200
+    (tmp_path / f"late_{name}.py").write_text("")
+    task = write(tmp_path, "alpha", f"def late():\n    import late_{name}\n")
+    first_row(inputs, task)
+    (tmp_path / f"late_{name}.py").write_text("# edited\n")
+    first_row(inputs, task)
+    (tmp_path / f"{name}.py").write_text("SHIFT = 300\n")
+    (tmp_path / f"second_{name}.py").write_text(TASK.format(prompt="alpha", imports=f"from {name} import SHIFT"))
+    second = str(tmp_path / f"second_{name}.py")
+    find_task(second)
+    with pytest.raises(InputError, match="older contents"):
+        first_row(inputs, second)
+    importlib.reload(sys.modules[name])
+    first_row(inputs, second)
+    task = write(tmp_path, "alpha")
+
     package = tmp_path / f"package_{name}"
     package.mkdir()
     (package / "task.py").write_text(Path(task).read_text())
@@ -86,3 +108,5 @@ def test_edited_module_of_a_task_needs_a_new_process(
     (package / "task.py").write_text(Path(task).read_text() + "\n")
     with pytest.raises(InputError, match="older contents"):
         first_row(inputs, dotted)
+    importlib.reload(sys.modules[dotted])
+    first_row(inputs, dotted)

@@ -216,6 +216,7 @@ def load_plain(
     *,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    whole_base: bool = False,
 ) -> Any:
     """Return the model or the adapted model in `folder` on the host, loaded by transformers and peft alone.
 
@@ -226,9 +227,10 @@ def load_plain(
         dtype: Name of a torch dtype; auto keeps the dtype of the files.
         trust_remote_code: Whether code of the model may run.
         revision: Revision of an adapter's base if its configuration has none, as in folders of older versions.
+        whole_base: Whether an adapter's base must have all weights of the class in its files.
 
     Raises:
-        InputError: The model has its own code, which is not trusted.
+        InputError: The model has its own code, which is not trusted, or an adapter's base lacks weights.
     """
     from ftcli.config.trust import code_refused
     from ftcli.models.hub import check_named_code, correct_tie, keep_soft_capping
@@ -249,12 +251,18 @@ def load_plain(
     at = {"revision": adapter.get("revision") or revision} if is_on_hub(name) else {}
     try:
         with code_refused(name):
-            base = auto.from_pretrained(name, dtype=dtype, **trust, **at, **head)
+            base, info = auto.from_pretrained(name, dtype=dtype, output_loading_info=True, **trust, **at, **head)
     except OSError as error:  # transformers' error for everything that it cannot find
         raise InputError(
             f"the base model {name} of the adapter in {folder} cannot be loaded: {shortened(str(error), 200)}",
             hint=f"restore it, or name its new place at base_model_name_or_path in {config}",
         ) from error
+    if whole_base and (missing := sorted(info["missing_keys"])):
+        raise InputError(
+            f"the base model {name} of the adapter in {folder} lacks weights of a {type(base).__name__}: "
+            f"{len(missing)} are missing, the first is {missing[0]}",
+            hint="the adapter was trained for another kind of model, or the base's files are damaged",
+        )
     with code_refused(name):
         _make_room(correct_tie(keep_soft_capping(base)), folder, trust)
     with reading(folder, "the adapter does not fit its base model"), code_refused(str(folder)):

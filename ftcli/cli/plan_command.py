@@ -29,7 +29,7 @@ def plan(
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option("--memory", metavar="GB", help="Memory of a GPU, for one that is not in the table."),
+        typer.Option("--memory", metavar="GB", help="Memory of a GPU (GB of 2^30 bytes), if it is not in the table."),
     ] = None,
     price: Annotated[float | None, typer.Option("--price", metavar="P", help="Price of one GPU for one hour.")] = None,
     set_: SetOption = None,

@@ -221,7 +221,7 @@ def load_generator(
     if has_adapter_only(path):  # transformers would not make room for the embeddings of new tokens
         _check_adapter(path)
         revision = checked_base_revision(path)
-        model = load_plain(CAUSAL_LM, path, trust_remote_code=trust_remote_code, revision=revision)
+        model = load_plain(CAUSAL_LM, path, trust_remote_code=trust_remote_code, revision=revision, whole_base=True)
     else:
         try:
             model = load_answering_model(CAUSAL_LM, section)

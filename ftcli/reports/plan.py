@@ -125,7 +125,7 @@ def plan(
         notes.append("the network between machines is not known: times are those of one machine's links")
     target = Target(loaded, size, model_type, rows, lengths, longest, device, capacity, count, typical)
     forecasts = [forecast(profile, target) for profile in chosen]
-    notes += [f"{one.profile}: {one.frozen}" for one in forecasts if one.frozen is not None]
+    notes += _notes_of_frozen_weights(forecasts)
     if any(one.plan is not None and one.plan.steps is None for one in forecasts):
         missing.append("hours: the number of rows is not known (ftcli tokenize RECIPE, or set train.max_steps)")
     return PlanReport(str(path), target, forecasts, price, missing, notes)
@@ -197,6 +197,15 @@ def _gpu(name: str | None, memory_gb: float | None, missing: list[str]) -> tuple
         gpu = replace(gpu, memory=capacity or gpu.memory)
         capacity = gpu.memory
     return gpu, capacity
+
+
+def _notes_of_frozen_weights(forecasts: Sequence[Forecast]) -> list[str]:
+    """Return what becomes of frozen weights, one line for all profiles with the same answer."""
+    profiles: dict[str, list[str]] = {}
+    for one in forecasts:
+        if one.frozen is not None:
+            profiles.setdefault(one.frozen, []).append(one.profile)
+    return [f"{', '.join(names)}: {line}" for line, names in profiles.items()]
 
 
 def _gpu_count(gpus: int | None, notes: list[str]) -> int:

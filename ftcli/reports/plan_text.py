@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.plan import pluralise
 from ftcli.reports.forecast import PARTS
-from ftcli.runtime.machine.facts import GB
+from ftcli.runtime.machine.facts import GIB
 from ftcli.runtime.redaction import redact
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def lines(report: PlanReport) -> list[str]:
     text = [*_head(report), ""]
     usable = [one for one in report.forecasts if one.memory is not None]
     if usable:
-        text += ["memory of a GPU at its peak, in GB", *_memory_table(usable), ""]
+        text += ["memory of a GPU at its peak, in GiB", *_memory_table(usable), ""]
         text += ["time of a step, in milliseconds", *_time_table(usable), ""] if any(one.time for one in usable) else []
         text += ["the whole run", *_run_table(report, usable), ""]
     names = max(len(one.profile) for one in report.forecasts)
@@ -65,13 +65,15 @@ def _head(report: PlanReport) -> list[str]:
     if target.size is not None:
         facts["trained"] = f"{target.size.trained / 1e6:,.2f} million weights, precision {recipe.precision}"
         if target.size.frozen_bytes:
-            facts["frozen"] = f"{target.size.frozen_bytes / GB:.2f} GB of weights"
+            facts["frozen"] = f"{target.size.frozen_bytes / GIB:.2f} GiB of weights"
     unit = "patches" if target.size and target.size.shape and target.size.shape.patches else "tokens"
     facts["rows per step"] = f"{recipe.batch.global_size} of at most {target.longest:,} {unit}"
     kind = "of unknown rates" if target.gpu is None else f"x {target.gpu.name} ({target.gpu.source})"
     facts["GPUs"] = f"{target.gpus} {kind}"
     if target.capacity is not None and target.usable is not None:
-        facts["memory of a GPU"] = f"{target.capacity / GB:.1f} GB, of which tensors may take {target.usable / GB:.1f}"
+        facts["memory of a GPU"] = (
+            f"{target.capacity / GIB:.1f} GiB, of which tensors may take {target.usable / GIB:.1f}"
+        )
     width = max(map(len, facts))
     return [f"{key:<{width}}  {value}" for key, value in facts.items()]
 
@@ -131,8 +133,8 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _gb(size: int) -> str:
-    """Return bytes as GB; a dash for nothing."""
-    return f"{size / GB:,.2f}" if size else "-"
+    """Return bytes as GiB; a dash for nothing."""
+    return f"{size / GIB:,.2f}" if size else "-"
 
 
 def verdict(one: Forecast, report: PlanReport) -> str:
@@ -156,11 +158,11 @@ def _verdict(one: Forecast, report: PlanReport) -> str:
         steps = "" if one.plan is None or one.plan.steps is None else f", {pluralise(one.plan.steps, 'step')}"
         return f"not known; rows per step: {one.plan.batch_layout if one.plan else '-'}{steps}"
     if one.fits is None:
-        return f"needs {one.memory.total / GB:.1f} GB of each GPU"
+        return f"needs {one.memory.total / GIB:.1f} GiB of each GPU"
     if not one.fits and usable is not None:
         part, size = max(one.parts.items(), key=lambda item: item[1])
-        rest = f"the largest part is {part} with {size / GB:.1f}"
-        return f"does not fit: needs {one.memory.total / GB:.1f} GB of {usable / GB:.1f}; {rest}"
+        rest = f"the largest part is {part} with {size / GIB:.1f}"
+        return f"does not fit: needs {one.memory.total / GIB:.1f} GiB of {usable / GIB:.1f}; {rest}"
     if fastest is None or one.tokens_per_second is None or fastest.tokens_per_second is None:
         return "fits"
     if one is fastest:

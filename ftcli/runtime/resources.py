@@ -16,6 +16,7 @@ from ftcli.runtime.errors import InputError, nearest
 from ftcli.runtime.reader_errors import reason, user_path
 
 PACKAGE = Path(str(files("ftcli"))).resolve()  # the folder of the package ftcli
+MOST_LISTED = 12  # names in a message
 
 
 def shipped_folder(kind: str) -> Path:
@@ -47,10 +48,12 @@ def find_file(name: str | Path, kind: str, word: str) -> Path:
         return path
     if str(name) in shipped:
         return shipped[str(name)]
+    listed = ", ".join(shipped) if len(shipped) <= MOST_LISTED else f"those that `ftcli show {word}s` lists"
+    give = f"give a file, or one of {listed}"
     if path.is_dir():
-        raise InputError(f"'{name}' is a folder, not a {word}", hint=f"give a file, or one of {', '.join(shipped)}")
+        raise InputError(f"'{name}' is a folder, not a {word}", hint=give)
     beside = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    hint = nearest(str(name), [*shipped, *beside]) or f"give a file, or one of {', '.join(shipped)}"
+    hint = nearest(str(name), [*shipped, *beside]) or give
     raise InputError(f"'{name}' is neither a {word} file nor the name of a shipped {word}", hint=hint)
 
 

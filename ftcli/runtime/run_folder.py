@@ -29,6 +29,7 @@ ORIGIN = "resumed.json"  # written by a run that begins at a checkpoint of anoth
 HEARTBEATS = "heartbeats"  # folder with the current phase of each rank
 LOADS = "load"  # folder with the newest load of each rank other than 0
 FLIGHT_RECORDER = "flight-recorder-rank-"  # PyTorch's record of collectives, written when one times out
+SHARED = ".shared"  # rank 0 writes it for a moment, and all ranks look for it
 DRY_RUN = "dry-run"  # the file that marks a folder of a dry run, which may be deleted
 
 

@@ -68,8 +68,9 @@ def save_checkpoint(
         DiskError: A rank could not write this checkpoint, or the previous one in the background. On every rank.
         RuntimeError: A rank failed for another reason. On every rank.
         RunError: The run was stopped by a step that is not finite, or a step was interrupted.
-        InputError: The run has no folder, the ranks do not share it, or `step` is not the step of the run. Or the
-            metrics lack that of `checkpoint.keep_best`; a checkpoint without metrics is then written first.
+        InputError: The run has no folder, or a newer run has it; the ranks do not share it; or `step` is not the step
+            of the run. Or the metrics lack that of `checkpoint.keep_best`; a checkpoint without metrics is then
+            written first.
 
     Example:
         >>> run = ftcli.prepare("recipe.yaml", output="runs/mine")
@@ -80,6 +81,8 @@ def save_checkpoint(
     if run.is_measured_only:
         return None
     if run.folder is None:
+        if run.record is not None:
+            raise InputError("the folder of this run belongs to a run that was prepared with the same output since")
         raise InputError("the run has no folder to save into", hint="name one: ftcli.prepare(recipe, output=FOLDER)")
     if not check_newest_step(run):
         return None

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ftcli.training.run import Run
     from ftcli.training.step import Step
 
+_owners: weakref.WeakValueDictionary[Path, OwnLoop] = weakref.WeakValueDictionary()  # the newest of each run folder
+
 
 def prepare(
     recipe: Recipe | str | Path,
@@ -111,6 +113,7 @@ def prepare(
             run.stop = StopRequest(run.folder)
             run.load = LoadMonitor(run.folder)
             run.record = OwnLoop(run)
+            _take_folder(run.record, run.folder)
         weakref.finalize(run, lock.pop_all().close)
     return run
 
@@ -122,6 +125,14 @@ def _find_start(folder: RunFolder | None, recipe: Recipe, resume: str | Path | N
     if folder is None and resume == AUTO:
         raise InputError('resume="auto" needs `output`, the folder in which it looks for checkpoints')
     return find_start(folder or RunFolder(resume), recipe, str(resume), anyway=anyway)
+
+
+def _take_folder(record: OwnLoop, folder: RunFolder) -> None:
+    """Make a run the only one of this process that writes into its folder; an earlier one may still be in its loop."""
+    place = folder.path.resolve()
+    if (earlier := _owners.get(place)) is not None:
+        earlier.leave_folder()
+    _owners[place] = record
 
 
 class OwnLoop:
@@ -190,6 +201,12 @@ class OwnLoop:
         if self._end_status is not None:
             self._end_status = ("failed", EXIT_FAILED, f"{type(error).__name__}: {error}")
             self._write_status(*self._end_status)
+
+    def leave_folder(self) -> None:
+        """Leave the run folder to a newer run. This run writes nothing more, and cannot be saved."""
+        self.reporter.trackers.end()
+        self.reporter.trackers.names = []
+        self.reporter.folder = self.run.folder = None
 
     def _write_status(self, state: str, code: int, error: str) -> None:
         """Write status.json on the main rank."""

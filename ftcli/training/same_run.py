@@ -19,8 +19,9 @@ from ftcli.config.recipe_keys import flatten
 from ftcli.config.trust import stored_form
 from ftcli.data.cache_key import task_code
 from ftcli.runtime.environment import package_versions
-from ftcli.runtime.errors import InputError, Problem
+from ftcli.runtime.errors import InputError, Problem, RunError
 from ftcli.runtime.process import local_world_size
+from ftcli.runtime.run_folder import SHARED, explain_disk_errors
 
 if TYPE_CHECKING:
     from ftcli.data.revisions import Resolved
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 OWN_KEYS = re.compile(
     r"task|(output|log|hub)(\..*)?|model\.name|data\.(train|eval)(\.\d+)?(\.path)?|data\.workers|train\.max_minutes"
 )
-MARK = ".shared"  # a file that rank 0 writes into the run folder, and removes
 SECONDS_TO_APPEAR = 30.0  # a network file system may show a new file of another machine only after some seconds
 
 
@@ -100,15 +100,24 @@ def check_same_run(ranks: Ranks, folder: RunFolder | None, start: Start, *, rows
 
 
 def _check_shared(ranks: Ranks, folder: RunFolder) -> None:
-    """Raise `InputError` unless all ranks see the folder of rank 0: the first save would fail otherwise."""
-    path, mark = folder.path / MARK, os.urandom(8).hex()
+    """Raise `InputError` unless all ranks see the folder of rank 0: the first save would fail otherwise.
+
+    Raises `RunError` on every rank if rank 0 cannot write into it.
+    """
+    path, mark = folder.path / SHARED, os.urandom(8).hex()
+    problem = ""
     if ranks.is_main:
-        folder.create()
-        path.write_text(mark, encoding="utf-8")
-    mark, place = ranks.collect((mark, str(folder.path)))[0]
+        try:
+            folder.write_text(SHARED, mark, durable=False)
+        except OSError as error:  # other ranks wait for the mark, so they must get the error
+            problem = str(error)
+    mark, place, problem = ranks.collect((mark, str(folder.path), problem))[0]
+    if problem:
+        raise RunError(problem)
     seen = ranks.collect(_appears(path, mark))
     if ranks.is_main:
-        path.unlink(missing_ok=True)
+        with explain_disk_errors(path):
+            path.unlink(missing_ok=True)
     if not all(seen):
         raise InputError(
             f"rank {seen.index(False)} does not see {place} of rank 0",

@@ -317,7 +317,12 @@ def test_generate_without_prompts_is_refused(ftcli: RunCli) -> None:
 def test_generate_from_a_folder_without_weights_of_a_causal_model_is_refused(ftcli: RunCli, inputs: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForSequenceClassification, XLNetConfig, XLNetLMHeadModel
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        XLNetConfig,
+        XLNetLMHeadModel,
+    )
 
     damaged = Path(shutil.copytree("untied", "damaged")) / "model.safetensors"
     weights = load_file(damaged)
@@ -326,13 +331,18 @@ def test_generate_from_a_folder_without_weights_of_a_causal_model_is_refused(ftc
     classifier = AutoModelForSequenceClassification.from_pretrained("untied")
     get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])).save_pretrained("scores")
     AutoModelForSequenceClassification.from_pretrained("tied").save_pretrained("rewards")
+    base = AutoModelForCausalLM.from_pretrained("damaged")
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained("lacking")
     shutil.copytree("untied", "xlnet")
     XLNetLMHeadModel(XLNetConfig(vocab_size=300, d_model=16, n_layer=1, n_head=2, d_inner=16)).save_pretrained("xlnet")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path("untied") / file, "scores")
+        shutil.copy(Path("untied") / file, "lacking")
         shutil.copy(Path("tied") / file, "rewards")
     for name, message in {
         "damaged": f"the weights of damaged do not fit a LlamaForCausalLM: 1 are missing, the first is {removed}",
+        "lacking": "the base model damaged of the adapter in lacking lacks weights of a LlamaForCausalLM: "
+        f"1 are missing, the first is {removed}",
         "encoder": "the weights of encoder do not fit a BertLMHeadModel",
         "scores": "the adapter in scores does not generate text: its task type is SEQ_CLS",
         "rewards": "rewards is a LlamaForSequenceClassification, which answers no prompts",

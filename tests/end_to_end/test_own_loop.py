@@ -221,6 +221,25 @@ def test_steps_of_a_run_after_another_one_was_prepared_are_refused(is_valid: boo
         next(ftcli.steps(other))
 
 
+def test_older_loop_writes_nothing_into_the_folder_of_a_newer_run(inputs: Path, tmp_path: Path) -> None:
+    what, folder = recipe(inputs, log={"trackers": ["tensorboard"]}), RunFolder(tmp_path / "run")
+    older = ftcli.prepare(what, cpu=True, output=folder.path)
+    loop = ftcli.steps(older)
+    next(loop)
+    save_checkpoint(older, 1)
+    newer = ftcli.prepare(what, cpu=True, output=folder.path, resume="auto")
+    first = next(ftcli.steps(newer))
+    files = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    with pytest.raises(RunError, match="another run was prepared in this process since"):
+        next(loop)
+    assert "loss" in ftcli.evaluate(older)
+    with pytest.raises(InputError, match="the folder of this run belongs to a run that was prepared"):
+        save_checkpoint(older, 1)
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == files
+    assert first.number == 2 and rows_of(ftcli.steps(newer))[-1][0] == STEPS
+    assert folder.status()["state"] == "done"
+
+
 def test_steps_of_a_finished_run_are_none_also_after_another_one_was_prepared(inputs: Path) -> None:
     run = ftcli.prepare(recipe(inputs), cpu=True)
     assert len(rows_of(ftcli.steps(run), until=STEPS + 1)) == STEPS

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ftcli.runtime.redaction import redact
 
-GB = 2**30  # bytes
+GIB = 2**30  # bytes
 State = Literal["ok", "look", "wrong"]
 STATES: tuple[State, ...] = ("ok", "look", "wrong")
 

@@ -8,9 +8,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ftcli.runtime.machine.facts import GB, Fact, look, ok, wrong
+from ftcli.runtime.machine.facts import GIB, Fact, look, ok, wrong
 
-BUSY = GB  # bytes that other processes may hold
+BUSY = GIB  # bytes that other processes may hold
 # NVML's reasons for a lower clock that are no fault of the moment: idle, a clock that the user set, sync boost.
 POWER_LIMIT = "its power limit"
 SLOWDOWNS = {
@@ -139,7 +139,7 @@ def _device_fact(index: int, name: str, handle: Any, ask: Ask, root: Path) -> Fa
     topic, memory = f"GPU {index}", ask("nvmlDeviceGetMemoryInfo", handle)
     text = [name]
     if memory is not None:
-        text.append(f"{memory.used / GB:.1f} of {memory.total / GB:.1f} GB in use")
+        text.append(f"{memory.used / GIB:.1f} of {memory.total / GIB:.1f} GiB in use")
     if node := _numa_node(handle, ask, root):
         text.append(f"NUMA node {node}")
     errors = ask("nvmlDeviceGetTotalEccErrors", handle, 1, 0)  # uncorrected, since the driver was loaded
@@ -157,7 +157,7 @@ def _device_fact(index: int, name: str, handle: Any, ask: Ask, root: Path) -> Fa
         return look(topic, ", ".join([*text, f"slowed down by {' and '.join(reasons)}{degrees}"]), remedy)
     if memory is not None and memory.used > BUSY:
         holders = ask("nvmlDeviceGetComputeRunningProcesses", handle) or []
-        named = ", ".join(f"{item.pid} ({(item.usedGpuMemory or 0) / GB:.1f} GB)" for item in holders)
+        named = ", ".join(f"{item.pid} ({(item.usedGpuMemory or 0) / GIB:.1f} GiB)" for item in holders)
         remedy = "wait for them, or leave this GPU out with CUDA_VISIBLE_DEVICES"
         return look(topic, ", ".join([*text, f"held by process {named or 'of another user or container'}"]), remedy)
     return ok(topic, ", ".join(text))

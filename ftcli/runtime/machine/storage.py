@@ -7,12 +7,12 @@ import resource
 import shutil
 from pathlib import Path
 
-from ftcli.runtime.machine.facts import GB, Fact, look, ok, wrong
+from ftcli.runtime.machine.facts import GIB, Fact, look, ok, wrong
 from ftcli.runtime.resources import cache_root
 
-LITTLE_SHM, ENOUGH_SHM = GB // 4, GB  # bytes; containers get 64 MB unless they ask for more
+LITTLE_SHM, ENOUGH_SHM = GIB // 4, GIB  # bytes; containers get 64 MiB unless they ask for more
 ENOUGH_FILES = 4096  # open files: each tensor that a loader process sends holds one
-LITTLE_SPACE, ENOUGH_SPACE = GB, 20 * GB
+LITTLE_SPACE, ENOUGH_SPACE = GIB, 20 * GIB
 NETWORK = (
     "nfs",
     "nfs4",
@@ -161,4 +161,4 @@ def hub_cache() -> Path:
 
 def _size(size: int) -> str:
     """Return a number of bytes as text."""
-    return f"{size / GB:,.1f} GB" if size >= GB else f"{size / 2**20:,.0f} MB"
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import ftcli
-from ftcli.runtime.errors import InputError
+from ftcli.runtime.errors import InputError, RunError
 from ftcli.testing import run_on_cpu
 
 from ...support.cells import cell
@@ -46,7 +46,7 @@ def train(folder: Path, output: Path | None, of_rank_1: dict[str, Any], **more: 
     recipe = cell(folder, "sft-tied", **({"train": {"max_steps": 2}} | of_both | values))
     try:
         run = ftcli.prepare(recipe, cpu=True, output=output, **more)
-    except InputError as error:
+    except (InputError, RunError) as error:
         return str(error)
     return [step.loss for step in ftcli.steps(run)]
 
@@ -105,6 +105,11 @@ def test_machine_that_does_not_see_the_checkpoint_is_refused(inputs: Path, tmp_p
     found = both(inputs, None, {}, resume=[checkpoint, None], resume_anyway=True)
     assert "rank 1 is not in the same run as rank 0: the first step is 0, and 1 on rank 0" in found
     assert "the digest of the checkpoint's state is none" in found
+
+
+def test_folder_that_cannot_be_written_is_named_on_every_machine(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / ".shared" / "other").mkdir(parents=True)
+    assert "/run/.shared could not be written: Is a directory" in both(inputs, tmp_path / "run", {})
 
 
 def test_machines_without_a_shared_folder_are_refused_before_the_first_step(inputs: Path, tmp_path: Path) -> None:

@@ -514,8 +514,14 @@ def test_find_recipe_accepts_paths_and_shipped_names(recipe: Path) -> None:
             "./q.yaml",
             "'./q.yaml' is neither a recipe file nor the name of a shipped recipe\n    did you mean 'r.yaml'?",
         ),
-        ("somewhere", "'somewhere' is a folder, not a recipe\n    give a file, or one of "),
-        ("xyz", "'xyz' is neither a recipe file nor the name of a shipped recipe\n    give a file, or one of "),
+        (
+            "somewhere",
+            "'somewhere' is a folder, not a recipe\n    give a file, or one of those that `ftcli show recipes` lists",
+        ),
+        (
+            "xyz",
+            "'xyz' is neither a recipe file nor the name of a shipped recipe\n    give a file, or one of those that ",
+        ),
     ],
 )
 def test_find_recipe_with_an_unknown_name_is_refused(recipe: Path, name: str, message: str) -> None:

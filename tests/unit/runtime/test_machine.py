@@ -193,7 +193,7 @@ def test_read_devices_of_two_gpus_has_a_fact_for_each_and_their_links(nvml: Modu
     assert states(devices.facts) == {"GPU 0": "look", "GPU 1": "look", "links of GPUs": "ok"}
     assert "slowed down by its temperature at 91 C" in devices.facts[1].text
     nvml.allowed = False
-    assert "held by process 4242 (30.0 GB)" in read_devices().facts[1].text
+    assert "held by process 4242 (30.0 GiB)" in read_devices().facts[1].text
     assert nvml.calls == ["init", "shutdown"] * 2
     nvml.driver = False
     (fact,) = read_devices().facts

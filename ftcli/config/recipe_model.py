@@ -87,7 +87,7 @@ class Model(Section):
     )
     torch_compile: bool | None = Field(
         None,
-        description="Compile each layer (torch.compile): faster steps, after up to a minute of compilation at the "
+        description="Compile each layer (torch.compile): faster steps, after 10 to 30 s of compilation at the "
         "start. Evaluation is not compiled. null: on GPUs in half precision, if the architecture is supported and the "
         f"run is long enough to gain time; the log states the choice. {MACHINE_HINT}",
     )

@@ -276,7 +276,7 @@ def describe_best(run: Path) -> str:
         return ""
     kind, value = "smallest" if keep_best.direction == "min" else "largest", read_state(best)["metrics"]
     return (
-        f"step {step_of(best)} has the {kind} {keep_best.metric} of the saved checkpoints, "
+        f"step {step_of(best)} has the {kind} {keep_best.metric} of the checkpoints that were evaluated, "
         f"{value[keep_best.metric]:.6g}; `ftcli export {shlex.quote(str(best))} FOLDER` exports it"
     )
 

@@ -268,6 +268,25 @@ def describe_dropped_rows(recipe: Recipe, plan: Plan) -> list[str]:
     ]
 
 
+def describe_best_candidates(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return at most one line: evaluations that `checkpoint.keep_best` cannot choose, since nothing is saved then."""
+    evaluated, saved = recipe.evaluate.every_steps, recipe.checkpoint.every_steps
+    if recipe.checkpoint.keep_best is None or plan.steps is None:
+        return []
+    if evaluated is not None and saved is not None and evaluated % saved == 0:
+        return []
+    before_last = plan.steps - 1
+    both = 0 if evaluated is None or saved is None else before_last // math.lcm(evaluated, saved)
+    counts = f"evaluate.every_steps is {evaluated or 'not set'}, and checkpoint.every_steps {saved or 'not set'}"
+    if both == 0:
+        return [f"checkpoint.keep_best: only the last step is both evaluated and saved, so it is the best: {counts}"]
+    assert evaluated is not None
+    return [
+        f"checkpoint.keep_best: {both + 1} of {pluralise(before_last // evaluated + 1, 'evaluation')} are at steps "
+        f"that are saved, and only these can be the best: {counts}"
+    ]
+
+
 def shorten_for_dry_run(recipe: Recipe) -> Recipe:
     """Return the recipe with a length of two steps, for a dry run."""
     short = recipe.train.model_copy(update={"max_steps": 2, "epochs": None})

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.checkpoint.folder import newest_intact, read_state
 from ftcli.config.load import load_run_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_model import NO_MODEL
@@ -150,6 +151,7 @@ def evaluate_run(
         run = prepare(recipe.model_copy(update={"evaluate": rows_only}), cpu=cpu, weights=folder.final)
         if run.hardware.ranks.is_main:
             _warn_of_other_rows(run, stored.get("trained_on") or {})
+        _use_facts_of_training(run, folder)
         check_world(run, profile)
         metrics = evaluate(run)
         write_drawings(run, folder, "final")
@@ -167,6 +169,17 @@ def _warn_of_other_rows(run: Run, stored: Mapping[str, Any]) -> None:
             "warning: the evaluation rows are not those of the run, so the metrics cannot be compared: "
             f"a source, the tokenizer of {run.recipe.model.name} or ftcli's own encoding has changed"
         )
+
+
+def _use_facts_of_training(run: Run, folder: RunFolder) -> None:
+    """Give the task what it learned from the rows that were trained on, from the newest checkpoint of the run."""
+    task: Any = run.task
+    if not hasattr(task, "use_facts"):
+        return
+    if (checkpoint := newest_intact(folder.path, hashes=False)[0]) is not None:
+        task.use_facts(read_state(checkpoint)["data"]["facts"])
+    elif run.hardware.ranks.is_main and "class_weights" in run.rows.facts:
+        log_line("the run has no checkpoint with class weights, so they are those of today's training rows")
 
 
 def check_world(run: Run, profile: Profile | None) -> None:

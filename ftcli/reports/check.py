@@ -12,7 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config.plan import AUTO_SIZE, Plan, derive_plan, derive_shards, describe_dropped_rows
+from ftcli.config.plan import (
+    AUTO_SIZE,
+    Plan,
+    derive_plan,
+    derive_shards,
+    describe_best_candidates,
+    describe_dropped_rows,
+)
 from ftcli.launch.machines import Machines, machine_problems
 from ftcli.launch.preflight import check_inputs, describe_formats
 from ftcli.runtime.errors import EXIT_DONE, InputError, collect_problems
@@ -169,6 +176,7 @@ def check(
     facts = formats | commits | facts | memory
     notes += short
     notes += [*_exactness_notes(loaded, plan), *describe_dropped_rows(loaded, plan)]
+    notes += describe_best_candidates(loaded, plan)
     notes += [too_long] if too_long else []
     notes += _left_out_losses(loaded)
     notes += [] if data else recipe_notes(loaded)  # the survey of the rows has them too

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ftcli.config.plan import pluralise
 from ftcli.reports.run_events import KINDS
 from ftcli.reports.run_record import RunRecord, number, read_runs
 from ftcli.reports.run_series import points
@@ -133,7 +134,7 @@ def _summary(runs: Sequence[RunRecord]) -> Table:
     table += [(f"last {key}", [_last_metric(run, key) for run in runs]) for key in metrics]
     speeds = dict.fromkeys(key for run in runs for row in run.training for key in row if key.endswith("s_per_second"))
     table += [(f"median {key}", [_median(run, key) for run in runs]) for key in speeds]
-    table.append(("peak_memory_gb", [_last_metric(run, "peak_memory_gb") for run in runs]))
+    table.append(("peak_memory_gb", [_largest_metric(run, "peak_memory_gb") for run in runs]))
     for kind in KINDS[1:-1]:
         table.append((f"{kind} events", [str(sum(event.kind == kind for event in run.events)) for run in runs]))
     empty = {"", "none", UNKNOWN, "0"}
@@ -155,6 +156,12 @@ def _training_value(run: RunRecord, place: int) -> str:
 def _last_metric(run: RunRecord, key: str) -> str:
     steps, values = points(run, key)
     return f"{values[-1]:.4g}" + (f" at step {steps[-1]}" if key.startswith("eval/") else "") if values else "none"
+
+
+def _largest_metric(run: RunRecord, key: str) -> str:
+    """Return the largest value of a metric in all launches."""
+    values = points(run, key)[1]
+    return f"{max(values):.4g}" if values else "none"
 
 
 def _median(run: RunRecord, key: str) -> str:
@@ -229,16 +236,24 @@ def _curves(runs: Sequence[RunRecord]) -> Table:
 
 
 def _largest(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], key: str) -> str:
-    """Return the largest relative difference of one value, and its step."""
+    """Return the largest relative difference of one value, and its step; finite in one run only is the largest."""
     differences: list[tuple[float, int]] = []
+    neither = 0
     for mine, other in pairs:
         a, b = number(mine.get(key)), number(other.get(key))
-        if a is not None and b is not None and math.isfinite(a) and math.isfinite(b):
+        if a is None or b is None:
+            continue
+        if math.isfinite(a) != math.isfinite(b):
+            return f"finite in one run only at step {other['step']}"
+        if math.isfinite(a):
             differences.append((abs(a - b) / (abs(a) or 1.0), other["step"]))
+        else:
+            neither += 1
+    unless = f", {pluralise(neither, 'step')} not finite in both" if neither else ""
     if not differences:
-        return "none"
+        return f"none{unless}"
     most, step = max(differences, key=lambda pair: pair[0])
-    return f"{most:.1e} at step {step}" if most else "identical"
+    return (f"{most:.1e} at step {step}" if most else "identical") + unless
 
 
 def _text_table(heading: str, labels: Sequence[str], rows: Table) -> list[str]:

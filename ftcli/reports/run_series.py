@@ -18,7 +18,7 @@ TITLES = {
     "grad_norm": "Gradient norm before clipping",
     "learning_rate": "Learning rate",
     "data_wait_share": "Share of the time that process 0, on a GPU its device, waited for rows",
-    "peak_memory_gb": "Highest memory use of process 0 so far, in GB",
+    "peak_memory_gb": "Highest memory use of process 0 so far in its launch, in GB",
     "rows_per_second": "Rows per second",
     "tokens_per_second": "Tokens per second",
     "samples_per_second": "Samples per second",

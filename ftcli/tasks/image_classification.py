@@ -161,6 +161,10 @@ class Task:
         """Return the number of the row that mixup and cutmix mix a row with, if there is one."""
         return [row["next"]] if self.mixes and row["next"] is not None else []
 
+    def use_facts(self, facts: dict[str, Any]) -> None:
+        """Use the class weights of the rows that a finished run was trained on."""
+        self.problem.take_facts(facts)
+
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the model with a head of C labels, and the names of its new modules."""
         from ftcli.models.load import load_model

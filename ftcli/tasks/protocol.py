@@ -125,6 +125,7 @@ class Task(Protocol):
     # Optional: the attributes of `TaskProperties` below, which other modules read without importing torch.
     # Optional: encode_rows(rows, facts) -> list[list[Row] | RowError], the results of `encode` for many rows, faster.
     # Optional: describe_rows(facts) -> list[str], log lines about the training rows.
+    # Optional: use_facts(facts), called by `ftcli evaluate` after `load_model`, with the facts of the trained rows.
     # Optional: answer_ends() -> list[int], tokens that end a trained answer, for generation_config.json and the card.
     # Optional: loss_of_rows(rows) -> np.ndarray, the loss of each evaluation row `[N]` if it depends on all rows, which
     # are those of `metrics`. Losses of sources are computed from it; without it, from those of `eval_step`.

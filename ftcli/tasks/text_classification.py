@@ -121,6 +121,10 @@ class Task:
         """Return the number of prepared rows of each label."""
         return self.problem.count_answers(rows, facts)
 
+    def use_facts(self, facts: dict[str, Any]) -> None:
+        """Use the class weights of the rows that a finished run was trained on."""
+        self.problem.take_facts(facts)
+
     def load_model(self, facts: dict[str, Any], **kwargs: Any) -> tuple[nn.Module, list[str]]:
         """Return the model with a head of C labels, and the names of its new modules."""
         from ftcli.models.load import load_model

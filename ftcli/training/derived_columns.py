@@ -34,6 +34,7 @@ from ftcli.runtime.log import log_line
 from ftcli.runtime.process import local_rank
 from ftcli.runtime.resources import cache_root, writing_cache
 from ftcli.runtime.seeds import PADDING
+from ftcli.tasks.protocol import derives_columns
 from ftcli.training.batches.dataloaders import Collate, Rows
 from ftcli.training.out_of_memory import explain_out_of_memory
 from ftcli.training.run_description import describe_hardware
@@ -107,11 +108,38 @@ def add_columns(run: Run, *, weights: Path | None = None, state: dict[str, Any] 
             _publish(folder, columns, origin)
         run.hardware.ranks.wait_for_slowest()
         computed_in = time.perf_counter() - started
-    for split in _splits(run):
+    for split in _splits(run) if weights is None else _same_splits(run, folder, weights):
         for path in sorted((folder / split).glob("*.npy")):
             run.rows.derived[split][path.stem] = np.load(path, mmap_mode="r")
     run.derived = key
     run.log_lines.append(_describe_columns(run, folder, computed_in))
+
+
+def _same_splits(run: Run, folder: Path, weights: Path) -> list[str]:
+    """Return the splits whose rows are those of stored columns: columns belong to a row by its number.
+
+    Raises:
+        InputError: The evaluation rows are others. Other training rows matter only to `check_columns`.
+    """
+    stored = json.loads((folder / META).read_text()).get("parts", {}).get("rows", {})
+    now = json.loads(json.dumps(_row_parts(run)["rows"]))
+    same = [split for split in now if stored.get(split) == now[split]]
+    if "eval" in now and "eval" not in same:
+        raise InputError(
+            f"the evaluation rows are not those of the run of {weights}, so their derived columns are not known: "
+            "they need the weights at the start of the training",
+            hint="bring the old rows back, or train the recipe with these rows",
+        )
+    return same
+
+
+def check_columns(run: Run) -> None:
+    """Raise `InputError` if the task derives columns, and those of the training rows are not known."""
+    if derives_columns(run.task) and not run.rows.derived["train"]:
+        raise InputError(
+            "the training rows are not those of the run of the given weights, so their derived columns are not known",
+            hint="evaluate only, or train from model.name instead",
+        )
 
 
 def key_parts(run: Run) -> dict[str, Any]:
@@ -182,7 +210,9 @@ def _describe_computation(run: Run, parts: dict[str, Any], cache: Path) -> str:
 
 def _describe_columns(run: Run, folder: Path, computed_in: float | None) -> str:
     """Return a log line about the columns of a run: computed in so many seconds, or read from the cache (None)."""
-    names, rows = sorted(run.rows.derived["train"]), sum(map(len, _splits(run).values()))
+    derived = {split: columns for split, columns in run.rows.derived.items() if columns}
+    names = sorted({name for columns in derived.values() for name in columns})
+    rows = sum(len(_splits(run)[split]) for split in derived)
     hardware = json.loads((folder / META).read_text()).get("hardware")  # absent in columns of older versions
     computed_on = f", computed on {hardware}" if hardware else ""
     origin = f"read from the cache{computed_on}" if computed_in is None else f"computed in {computed_in:.1f} s"

@@ -47,10 +47,13 @@ class Progress:
 
         Raises:
             RunError: A step was interrupted before it was complete, or another run was prepared since.
-            InputError: The model or the optimizer of the run was replaced.
+            InputError: The model or the optimizer of the run was replaced, or columns of its rows are not known.
         """
+        from ftcli.training.derived_columns import check_columns
+
         self.check_complete()
         self._check_not_replaced(run)
+        check_columns(run)
         if self.done is None or self.done < run.steps:
             _check_newest(run)
         if self.done is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config.plan import Plan, describe_dropped_rows, pluralise
+from ftcli.config.plan import Plan, describe_best_candidates, describe_dropped_rows, pluralise
 from ftcli.config.recipe_model import NO_MODEL
 from ftcli.models.adapter_targets import describe_unadapted
 from ftcli.models.adapters import describe_cut_tie
@@ -39,6 +39,7 @@ def describe_run(run: Run) -> list[str]:
         *([] if run.stream is None else [run.stream.description]),
         _describe_training(run.recipe, run.plan, run.rows),
         *describe_dropped_rows(run.recipe, run.plan),
+        *describe_best_candidates(run.recipe, run.plan),
         describe_hardware(hardware, run.plan.processes),
         hardware.check_dtypes(run.model, run.recipe),
         *describe_cut_tie(hardware.unwrap(run.model)),

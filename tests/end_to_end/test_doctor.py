@@ -75,7 +75,7 @@ def test_doctor_with_64_mb_of_shared_memory_is_wrong() -> None:
     line = ["unshare", "-m", "sh", "-c", f'{SMALL_SHM} "$@"', "sh", *command()]
     done = subprocess.run(line, capture_output=True, text=True)
     fact = facts_of(json.loads(done.stdout), "wrong")["/dev/shm"]
-    assert done.returncode == 2 and fact["text"].startswith("64 MB free of 64 MB") and "--shm-size" in fact["remedy"]
+    assert done.returncode == 2 and fact["text"].startswith("64 MiB free of 64 MiB") and "--shm-size" in fact["remedy"]
 
 
 def test_doctor_of_a_machine_that_never_comes_names_it() -> None:

@@ -332,16 +332,16 @@ def test_generate_from_a_folder_without_weights_of_a_causal_model_is_refused(ftc
     get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])).save_pretrained("scores")
     AutoModelForSequenceClassification.from_pretrained("tied").save_pretrained("rewards")
     base = AutoModelForCausalLM.from_pretrained("damaged")
-    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained("lacking")
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained("apart/lacking")
     shutil.copytree("untied", "xlnet")
     XLNetLMHeadModel(XLNetConfig(vocab_size=300, d_model=16, n_layer=1, n_head=2, d_inner=16)).save_pretrained("xlnet")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path("untied") / file, "scores")
-        shutil.copy(Path("untied") / file, "lacking")
+        shutil.copy(Path("untied") / file, "apart/lacking")
         shutil.copy(Path("tied") / file, "rewards")
     for name, message in {
         "damaged": f"the weights of damaged do not fit a LlamaForCausalLM: 1 are missing, the first is {removed}",
-        "lacking": "the base model damaged of the adapter in lacking lacks weights of a LlamaForCausalLM: "
+        "apart/lacking": "the base model damaged of the adapter in apart/lacking lacks weights of a LlamaForCausalLM: "
         f"1 are missing, the first is {removed}",
         "encoder": "the weights of encoder do not fit a BertLMHeadModel",
         "scores": "the adapter in scores does not generate text: its task type is SEQ_CLS",

@@ -175,6 +175,27 @@ def test_train_writes_exactly_these_files(train: Callable[..., Path], ftcli: Run
     _refuses_an_export_of_other_weights(run, ftcli)
 
 
+def test_evaluate_keeps_the_class_weights_of_the_trained_rows(
+    train: Callable[..., Path], ftcli: RunCli, inputs: Path, tmp_path: Path
+) -> None:
+    rows = (inputs / "texts.jsonl").read_text().splitlines(keepends=True)
+    few = next(row for row in rows if '"label": "z"' in row)
+    (tmp_path / "train.jsonl").write_text("".join(rows[:30]))
+    (tmp_path / "eval.jsonl").write_text("".join(rows[30:]))
+    data = TEXT["data"] | {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl")}
+    data.pop("eval_rows", None)
+    run = train(TEXT | {"data": data, "task_options": {"class_weights": "balanced"}})
+    code, first, err = ftcli("evaluate", run)
+    assert code == 0, err
+    (tmp_path / "train.jsonl").write_text("".join(rows[:30] + [few] * 20))
+    code, again, err = ftcli("evaluate", run)
+    assert code == 0 and json.loads(again) == json.loads(first), err
+    shutil.rmtree(run / "checkpoints")
+    code, again, err = ftcli("evaluate", run)
+    assert code == 0 and "no checkpoint with class weights, so they are those of today's training rows" in err, err
+    assert json.loads(again)["loss"] != json.loads(first)["loss"]
+
+
 def _refuses_an_export_of_other_weights(run: Path, ftcli: RunCli) -> None:
     """Change one weight of the trained model; the comparison of logits must see it and leave nothing behind."""
     from safetensors.torch import load_file, save_file
@@ -288,7 +309,7 @@ def test_train_with_log_report_writes_the_report(train: Callable[..., Path]) -> 
     assert events == [("launch", 0), ("checkpoint", 2)]
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "no profile (NO), processes: 1, device: cpu" in page and "Loss per item" in page
-    assert "Best checkpoint of run: step 2 has the smallest loss of the saved checkpoints" in page
+    assert "Best checkpoint of run: step 2 has the smallest loss of the checkpoints that were evaluated" in page
 
 
 @pytest.mark.parametrize(

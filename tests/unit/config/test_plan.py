@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcli.config.plan import Plan, derive_batches, derive_plan, derive_shards, derive_steps, describe_dropped_rows
+from ftcli.config.plan import (
+    Plan,
+    derive_batches,
+    derive_plan,
+    derive_shards,
+    derive_steps,
+    describe_best_candidates,
+    describe_dropped_rows,
+)
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_training import Train
 from ftcli.runtime.errors import InputError
@@ -120,3 +128,26 @@ def test_left_out_rows_of_drop_last_are_counted() -> None:
     )
     whole = Recipe.model_validate(values | {"data": {"train": "rows.jsonl", "drop_last": False}})
     assert describe_dropped_rows(whole, derive_plan(whole, 1, 43)) == []
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "saved", "expected"),
+    [
+        (5, 5, ""),
+        (10, 5, ""),
+        (None, 5, "only the last step is both evaluated and saved, so it is the best: evaluate.every_steps is not set"),
+        (5, None, "so it is the best: evaluate.every_steps is 5, and checkpoint.every_steps not set"),
+        (7, 8, "only the last step is both evaluated and saved"),
+        (2, 3, "7 of 20 evaluations are at steps that are saved, and only these can be the best"),
+    ],
+)
+def test_evaluations_that_keep_best_cannot_choose_are_counted(
+    evaluated: int | None, saved: int | None, expected: str
+) -> None:
+    values = minimal_values(model={"name": "x"}, data={"train": "rows.jsonl", "eval_rows": 2}, train={"max_steps": 40})
+    values |= {"evaluate": {"every_steps": evaluated}}
+    best = {"keep_best": {"metric": "loss", "direction": "min"}}
+    without, recipe = (Recipe.model_validate(values | {"checkpoint": {"every_steps": saved} | b}) for b in ({}, best))
+    lines = describe_best_candidates(recipe, derive_plan(recipe, 1, 64))
+    assert [expected in line for line in lines] == [True] * bool(expected)
+    assert describe_best_candidates(without, derive_plan(without, 1, 64)) == []

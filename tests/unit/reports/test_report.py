@@ -84,7 +84,7 @@ def test_write_report_of_one_run_is_in_its_folder_and_small(tmp_path: Path) -> N
 def test_write_report_of_a_run_with_keep_best_names_the_best_checkpoint_and_its_export(tmp_path: Path) -> None:
     run = Path(shutil.copytree(FOLDERS / "sft", tmp_path / "run"))
     text = Elements(ftcli.write_report(run).read_text(encoding="utf-8")).text
-    assert "Best checkpoint of run: step 3 has the smallest loss of the saved checkpoints" in text
+    assert "Best checkpoint of run: step 3 has the smallest loss of the checkpoints that were evaluated" in text
     assert f"`ftcli export {run / 'checkpoints' / 'step-000003'} FOLDER` exports it" in text
 
 

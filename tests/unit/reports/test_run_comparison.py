@@ -44,6 +44,26 @@ def test_compare_runs_shows_a_last_loss_that_is_infinite_as_it_is(tmp_path: Path
     assert dict(comparison.summary)["last loss"][1] == "inf at step 3"
 
 
+def test_compare_runs_names_a_step_that_is_finite_in_one_run_only(tmp_path: Path) -> None:
+    run, same, other = (copy_run("sft_ddp", tmp_path / name) for name in ("run", "same", "other"))
+    for each in (run, same):
+        change_rows(each, {1: {"loss": math.nan}})
+    change_rows(other, {1: {"loss": math.nan}, 3: {"loss": math.inf}})
+    curves = dict(ftcli.compare_runs(FOLDERS / "sft_ddp", run, other).curves)
+    assert curves["largest difference of loss"][1:] == ["finite in one run only at step 2"] * 2
+    assert curves["largest difference of learning_rate"][1:] == ["identical"] * 2
+    curves = dict(ftcli.compare_runs(run, same, other).curves)
+    expected = ["identical, 1 step not finite in both", "finite in one run only at step 3"]
+    assert curves["largest difference of loss"][1:] == expected
+
+
+def test_compare_runs_has_the_highest_memory_of_all_launches(tmp_path: Path) -> None:
+    run = copy_run("sft", tmp_path / "run")
+    change_rows(run, {0: {"peak_memory_gb": 7.0}})
+    summary = dict(ftcli.compare_runs(run, FOLDERS / "sft_ddp").summary)
+    assert summary["peak_memory_gb"][0] == "7"
+
+
 def test_compare_runs_of_different_tasks_says_that_losses_are_not_comparable() -> None:
     comparison = ftcli.compare_runs(FOLDERS / "sft", FOLDERS / "text_classification")
     assert ("task", ["sft", "text_classification"]) in comparison.differences["recipe"]
@@ -116,7 +136,8 @@ def test_show_run_with_keep_best_names_the_best_checkpoint_and_its_export() -> N
     best = FOLDERS / "sft" / "checkpoints" / "step-000003"
     value = json.loads((best / "state.json").read_text())["metrics"]["loss"]
     text = (
-        f"step 3 has the smallest loss of the saved checkpoints, {value:.6g}; `ftcli export {best} FOLDER` exports it"
+        f"step 3 has the smallest loss of the checkpoints that were evaluated, {value:.6g}; "
+        f"`ftcli export {best} FOLDER` exports it"
     )
     assert f"best     {text}" in list(show_run(FOLDERS / "sft"))
     assert not any(line.startswith("best") for line in show_run(FOLDERS / "sft_lora"))

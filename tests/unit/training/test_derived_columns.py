@@ -110,6 +110,26 @@ def test_a_resumed_run_reads_or_rebuilds_the_columns_of_the_starting_weights(inp
         prepare(recipe, cpu=True, weights=tmp_path / "run" / "final")
 
 
+def test_columns_of_finished_weights_belong_to_their_rows_only(inputs: Path, tmp_path: Path) -> None:
+    rows = (inputs / "chats.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(rows[:30]))
+    (tmp_path / "eval.jsonl").write_text("".join(rows[30:]))
+    data = {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"), "max_length": 128}
+    recipe = two_terms(inputs, DERIVED, checkpoint={"every_steps": 2}, data=data)
+    train(prepare(recipe, cpu=True, output=tmp_path / "run"))
+    final: dict[str, Any] = {"cpu": True, "weights": tmp_path / "run" / "final"}
+    expected = evaluate(prepare(recipe, **final))
+    (tmp_path / "train.jsonl").write_text("".join(rows[:31]))
+    run = prepare(recipe, **final)
+    assert evaluate(run) == expected
+    with pytest.raises(InputError, match="the training rows are not those of the run of the given weights"):
+        next(steps(run))
+    for changed in (rows[:29:-1], rows[30:] + rows[:1], rows[31:]):
+        (tmp_path / "eval.jsonl").write_text("".join(changed))
+        with pytest.raises(InputError, match="the evaluation rows are not those of the run of "):
+            prepare(recipe, **final)
+
+
 def test_add_columns_of_other_weights_is_refused_on_resume(inputs: Path) -> None:
     run = prepare(two_terms(inputs, DERIVED), cpu=True)
     other = {"derived": "0" * 32}

@@ -26,7 +26,8 @@ TRAINING = {
     "<item>s_per_second": "Items per second since the previous row, over all processes.",
     "rows_per_second": "Rows per second since the previous row, over all processes.",
     "data_wait_share": "Share of the time that process 0, on a GPU its device, waited for its rows.",
-    "peak_memory_gb": "Highest memory use of process 0 so far in this launch, in GB: memory of the GPU, or of the process on a CPU.",
+    "peak_memory_gb": "Highest memory use of process 0 in this launch, in GB: memory of the GPU, or of the process "
+    "on a CPU.",
     "seconds": "Seconds of training in this launch, without evaluations and without waiting for checkpoints.",
 }
 # Keys of the rows that have the load. `N` is the rank. Only processes with a GPU have the first ones.

@@ -3,24 +3,31 @@
 Rows after the step of a resume are abandoned and their steps are repeated. TensorBoard's files are cut at that step.
 The other trackers cannot remove rows: each row there has the number of its `attempt`, and the configuration says after
 which step each attempt continued.
+
+A tracker that fails after the start gets nothing more, and the training goes on: metrics.jsonl has all values.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import posixpath
+import re
 import struct
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.log import log_line
 from ftcli.runtime.redaction import redact
 from ftcli.runtime.torn_files import read_object
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 
     from ftcli.inference.answers import Answer
     from ftcli.training.run import Run
@@ -32,6 +39,7 @@ NAME_OF_RUN = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}  # trac
 ID_OF_RUN = {"wandb": ("WANDB_RUN_ID", "id"), "mlflow": ("MLFLOW_RUN_ID", "run_id")}  # variable and key of the id
 EVALUATION = ("eval/", "samples/")  # prefixes of the names of an evaluation's values
 TEXT_TRACKERS = ("tensorboard", "wandb", "trackio")
+NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")  # characters that the names of its metrics cannot have
 _open: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # with trackers
 
 
@@ -49,7 +57,11 @@ class Trackers:
         self._project = ""
 
     def start(self) -> None:
-        """Start the trackers once, or continue the runs that an earlier launch of this run started in them."""
+        """Start the trackers once, or continue the runs that an earlier launch of this run started in them.
+
+        Raises:
+            InputError: A tracker cannot be started.
+        """
         if not self.names or self._attempts:
             return
         run, folder = self.run, self.run.folder
@@ -74,7 +86,12 @@ class Trackers:
         for other in list(_open):  # wandb would return the other run, and mlflow refuse to start a second one
             end_trackers(other, keep=("tensorboard",))
         is_known = all(tracker in stored for tracker in self.names)  # TensorBoard adds a run for each configuration
-        run.hardware.accelerator.init_trackers(project, config=None if is_known else redact(config), init_kwargs=names)
+        config_sent = None if is_known else redact(config)
+        try:
+            run.hardware.accelerator.init_trackers(project, config=config_sent, init_kwargs=names)
+        except Exception as error:
+            what = f"log.trackers: {', '.join(self.names)} cannot be started: {_describe(error)}"
+            raise InputError(what, hint="correct its settings, or leave it out") from error
         _open.add(run.hardware.accelerator)
         atexit.unregister(_end_open)
         atexit.register(_end_open)  # again: before the hooks of the libraries, after which they cannot send anything
@@ -111,12 +128,15 @@ class Trackers:
         for tracker in self.run.hardware.accelerator.trackers:
             if names and tracker.name not in names:
                 continue
+            row: dict[str, Any] = values | {"attempt": attempt}
+            at: int | None = step
             if tracker.name == "tensorboard":
-                tracker.log(values, step=step)
+                row = values
             elif tracker.name == "wandb":  # it drops rows whose step is not larger than the last one
-                tracker.log(values | {"step": step, "attempt": attempt}, step=step if attempt == 1 else None)
-            else:
-                tracker.log(values | {"attempt": attempt}, step=step)
+                row, at = row | {"step": step}, step if attempt == 1 else None
+            elif tracker.name == "mlflow":
+                row = dict(zip(_names_for_mlflow(row), row.values(), strict=True))
+            self._try(tracker, partial(tracker.log, row, step=at))
 
     def _continue_after(self, step: int) -> None:
         """Cut or mark the rows after a step, to which the run was rolled back."""
@@ -124,9 +144,7 @@ class Trackers:
         self._newest = self._newest_trained = -1
         for tracker in self.run.hardware.accelerator.trackers:
             if tracker.name == "tensorboard":
-                folder = Path(tracker.logging_dir)
-                tracker.writer.close()
-                tracker.writer = type(tracker.writer)(str(folder), **_cut_folder(folder, step))
+                self._try(tracker, partial(_cut_tensorboard, tracker, step))
         assert self.run.folder is not None
         self._record(read_object(self.run.folder.path / TRACKERS) or {})
 
@@ -138,21 +156,61 @@ class Trackers:
         for tracker in self.run.hardware.accelerator.trackers:
             if tracker.name == "wandb":
                 ids["wandb"] = tracker.run.id
-                tracker.run.define_metric("*", step_metric="step")
+                self._try(tracker, partial(tracker.run.define_metric, "*", step_metric="step"))
             elif tracker.name == "mlflow":
                 ids["mlflow"] = tracker.active_run.info.run_id
             if tracker.name != "tensorboard" and len(self._attempts) > 1:
-                tracker.store_init_configuration(newest)
+                self._try(tracker, partial(tracker.store_init_configuration, newest))
         self.run.folder.write_json(TRACKERS, stored | ids | {"project": self._project, "attempts": self._attempts})
+
+    def _try(self, tracker: GeneralTracker, action: Callable[[], object]) -> None:
+        """Call a function of a tracker, which gets nothing more if that fails."""
+        accelerator = self.run.hardware.accelerator
+        try:
+            action()
+        except Exception as error:
+            accelerator.trackers = [other for other in accelerator.trackers if other is not tracker]
+            log_line(
+                f"warning: {tracker.name} has failed and gets nothing more; metrics.jsonl has all values: "
+                f"{_describe(error)}"
+            )
 
 
 def end_trackers(accelerator: Accelerator, *, keep: tuple[str, ...] = ()) -> None:
     """End the trackers of an Accelerator but those in `keep`. Its own `end_training` ends the process group too."""
     kept = [tracker for tracker in accelerator.trackers if tracker.name in keep]
-    for tracker in accelerator.trackers:
-        if tracker not in kept:
-            tracker.finish()
+    ended = [tracker for tracker in accelerator.trackers if tracker not in kept]
     accelerator.trackers = kept
+    for tracker in ended:
+        try:
+            tracker.finish()
+        except Exception as error:
+            log_line(
+                f"warning: {tracker.name} may lack the last rows, because it failed at its end: {_describe(error)}"
+            )
+
+
+def _describe(error: Exception) -> str:
+    """Return the type and the text of an error of a tracker, on one line and without credentials."""
+    return shortened(redact(f"{type(error).__name__}: {' '.join(str(error).split())}"), 300)
+
+
+def _names_for_mlflow(names: Iterable[str]) -> list[str]:
+    """Return names that MLflow accepts, all different: other characters become underscores."""
+    accepted: list[str] = []
+    for name in names:
+        clean = posixpath.normpath(NOT_IN_MLFLOW.sub("_", name)).lstrip("/.")
+        while not clean or clean in accepted:
+            clean += "_"
+        accepted.append(clean)
+    return accepted
+
+
+def _cut_tensorboard(tracker: Any, step: int) -> None:
+    """Cut the files of TensorBoard after a step, and write on behind them."""
+    folder = Path(tracker.logging_dir)
+    tracker.writer.close()
+    tracker.writer = type(tracker.writer)(str(folder), **_cut_folder(folder, step))
 
 
 def _end_open() -> None:

@@ -18,8 +18,12 @@ from accelerate.utils import LoggerType
 
 import ftcli
 from ftcli.config.load import dump_recipe
+from ftcli.loop import train
+from ftcli.runtime.errors import InputError
+from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import run_on_cpu
 from ftcli.training.checkpointing import save_checkpoint
+from ftcli.training.trackers import _names_for_mlflow
 
 from ..support.cells import cell
 
@@ -111,6 +115,59 @@ def test_resumed_run_continues_its_run_in_wandb_and_marks_what_was_abandoned(
     assert rows == [(3, None, 2, losses[0]), (4, None, 2, losses[1])]  # with a step, wandb would drop the first one
     assert module.config["attempt_2_after_step"] == 2
     assert json.loads((folder / "trackers.json").read_text())["wandb"] == first.id
+
+
+@pytest.mark.parametrize("place", ["log", "define_metric", "finish"])
+def test_tracker_that_fails_ends_no_run(
+    place: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = stand_in(monkeypatch)
+    original = getattr(StandInRun, place)
+
+    def fail_later(self: StandInRun, *values: Any, **more: Any) -> None:
+        if place == "log" and len(self.rows) < 2:
+            return original(self, *values, **more)
+        raise ConnectionError("no route to\nhttps://user:secret@host")
+
+    monkeypatch.setattr(StandInRun, place, fail_later)
+    recipe = cell(inputs, "sft-tied", train={"max_steps": 4}, log={"trackers": ["wandb"]})
+    train(ftcli.prepare(recipe, cpu=True, output=tmp_path / "run"))
+    folder, err = RunFolder(tmp_path / "run"), capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if "ConnectionError: no route to" in line]
+    assert line.startswith("ftcli: warning: wandb ") and "secret" not in line
+    assert folder.status()["state"] == "done" and folder.final.is_dir()
+    assert len(folder.training_rows()) == 4
+    (only,) = module.runs
+    assert len(only.rows) == {"log": 2, "define_metric": 0, "finish": 5}[place]
+
+
+def test_tracker_that_cannot_be_started_is_refused_before_the_first_step(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = stand_in(monkeypatch)
+
+    def init(**arguments: Any) -> StandInRun:
+        raise ConnectionError("no route")
+
+    module.init = init
+    recipe = cell(inputs, "sft-tied", log={"trackers": ["wandb"]})
+    with pytest.raises(InputError, match="log.trackers: wandb cannot be started: ConnectionError: no route"):
+        train(ftcli.prepare(recipe, cpu=True, output=tmp_path / "run"))
+    assert RunFolder(tmp_path / "run").training_rows() == []
+
+
+def test_names_of_metrics_are_accepted_by_mlflow_and_stay_different() -> None:
+    names = ["loss", "eval/f1/C++", "eval/f1/C--", "eval/f1/C#?", "eval/f1/\u00e9t\u00e9 (2)", "a//b", "../a/b", "/"]
+    assert _names_for_mlflow(names) == [
+        "loss",
+        "eval/f1/C__",
+        "eval/f1/C--",
+        "eval/f1/C___",
+        "eval/f1/\u00e9t\u00e9 _2_",
+        "a/b",
+        "a/b_",
+        "_",
+    ]
 
 
 def evaluated_after_the_loop(inputs: Path, folder: Path) -> float:

@@ -144,13 +144,18 @@ def _split_filled_lines(file: BinaryIO) -> Iterator[tuple[int, bytes] | Unreadab
     return (line for line in _split_lines(file) if isinstance(line, UnreadableRow) or line[1].strip())
 
 
-def _split_documents(file: BinaryIO) -> Iterator[tuple[int, bytes] | UnreadableRow]:
-    """Yield the lines of a .txt file with more than white space. A single carriage return also ends a line."""
-    for unit in _split_filled_lines(file):
+def _split_text_lines(file: BinaryIO) -> Iterator[tuple[int, bytes] | UnreadableRow]:
+    """Yield the lines of a .txt file, empty ones too. A single carriage return also ends a line."""
+    for unit in _split_lines(file):
         if isinstance(unit, UnreadableRow):
             yield unit
         else:
-            yield from ((unit[0], part) for part in unit[1].split(b"\r") if part.strip())
+            yield from ((unit[0], part) for part in unit[1].split(b"\r"))
+
+
+def _split_documents(file: BinaryIO) -> Iterator[tuple[int, bytes] | UnreadableRow]:
+    """Yield the lines of a .txt file with more than white space."""
+    return (unit for unit in _split_text_lines(file) if isinstance(unit, UnreadableRow) or unit[1].strip())
 
 
 def _parse_json(unit: tuple[int, bytes] | UnreadableRow) -> Row | RowError:
@@ -195,6 +200,8 @@ def _parse_text(unit: tuple[int, bytes] | UnreadableRow) -> Row | RowError:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError:
         return UnreadableRow("is not UTF-8 text", number)
+    if "\0" in text and 4 * text.count("\0") >= len(text):  # ASCII in 16 bits is valid UTF-8: every other one is NUL
+        return UnreadableRow("has a NUL for every few characters: is it UTF-16 text?", number)
     return {"text": text} if text.strip() else EmptyLine(number)
 
 
@@ -331,5 +338,5 @@ READERS = {
     ".json": Format(_split_json, _parsed),
     ".csv": Format(partial(_split_table, suffix=".csv"), _parsed),
     ".tsv": Format(partial(_split_table, suffix=".tsv"), _parsed),
-    ".txt": Format(_split_lines, _parse_text),
+    ".txt": Format(_split_text_lines, _parse_text),
 }

@@ -1,7 +1,8 @@
 """Read the rows of text files, compressed or not, from a disk or an address, starting at any row.
 
 A line that is not a row becomes a `RowError` in its place, so that every row keeps its number. A file behind an
-address is opened again at the same row when the connection breaks. The order of files is decided in corpus.py.
+address is opened again at the same row when the connection breaks, or ends before the size that is known. The order
+of files is decided in corpus.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FIRST_WAIT = 1.0  # seconds before the first retry; each further retry waits twi
 TRUNCATED = "Truncated compressed stream"  # pyarrow's message, an OSError like all others of pyarrow
 
 Row = dict[str, Any]
+_versions: dict[str, tuple[str | None, str | None]] = {}  # address -> what its first answer said of its version
 
 
 def suffix_of(name: str) -> str:
@@ -113,13 +115,36 @@ def _opened(name: str, size: int | None) -> Iterator[Any]:
         if "://" in name:
             raw = stack.enter_context(_opened_address(name))
             actual = getattr(raw, "size", None)
-            file: Any = stack.enter_context(io.BufferedReader(raw, BUFFER))
+            headers = getattr(getattr(raw, "r", None), "headers", {})  # of an HTTP answer
+            _check_version(name, headers)
+            whole = None if "Content-Encoding" in headers else actual or size
+            file: Any = stack.enter_context(io.BufferedReader(_Whole(name, raw, whole), BUFFER))
         else:
             plain = stack.enter_context(open(name, "rb", buffering=0))
             actual = os.fstat(plain.fileno()).st_size
             file = stack.enter_context(io.BufferedReader(_Bounded(plain, actual), BUFFER))
         require_size(name, size, actual)
         yield stack.enter_context(_decompressed(file, PurePosixPath(name.partition("?")[0]).suffix))
+
+
+class _Whole(io.RawIOBase):
+    """A file behind an address. Its end before `size` bytes is an error of the connection; None: size unknown."""
+
+    def __init__(self, name: str, file: Any, size: int | None) -> None:
+        self.name, self.file, self.size, self.count = name, file, size, 0
+
+    def readable(self) -> bool:
+        """Return True, as `io.BufferedReader` requires."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer and return the number of bytes; 0 at the end."""
+        content = self.file.read(len(buffer))
+        if not content and self.size is not None and self.count < self.size and len(buffer):
+            raise ConnectionError(f"{self.name} ended after {self.count:,} of {self.size:,} bytes")
+        buffer[: len(content)] = content
+        self.count += len(content)
+        return len(content)
 
 
 class _Bounded(io.RawIOBase):
@@ -158,6 +183,23 @@ def require_size(name: str, size: int | None, actual: int | None) -> None:
     if size is not None and actual is not None and size != actual:
         message = f"{name} has {actual:,} bytes and had {size:,} when the run began: a stream's files must not change"
         raise RunError(message)
+
+
+def forget_versions() -> None:
+    """Accept any version of each file behind an address from now on, because a run begins."""
+    _versions.clear()
+
+
+def _check_version(name: str, headers: Any) -> None:
+    """Raise `RunError` if the file behind an address is not the one that this process has opened before.
+
+    ETags may differ between servers of the same file, so they count only without a time of modification.
+    """
+    found = (headers.get("Last-Modified"), headers.get("ETag"))
+    before = _versions.setdefault(name, found)
+    pairs = [(then, now) for then, now in zip(before, found, strict=True) if then is not None and now is not None]
+    if pairs and pairs[0][0] != pairs[0][1]:
+        raise RunError(f"{name} was replaced since the run began: a stream's files must not change")
 
 
 def _opened_address(name: str) -> Any:

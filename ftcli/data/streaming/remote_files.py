@@ -10,7 +10,7 @@ import glob
 from collections.abc import Callable
 from typing import Any
 
-from ftcli.data.streaming.line_reader import suffix_of
+from ftcli.data.streaming.line_reader import forget_versions, suffix_of
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.reader_errors import reason
 from ftcli.runtime.redaction import is_redacted
@@ -86,6 +86,7 @@ def list_address(address: str, is_data_file: Callable[[str], Any]) -> tuple[list
         InputError: The address cannot be listed, or there is no file.
     """
     system, protocol = file_system(address), address.partition("://")[0]
+    forget_versions()
     try:
         if is_pattern(address):
             listed = system.glob(address, detail=True)

@@ -19,7 +19,7 @@ import pytest
 
 from ftcli.data import text_files
 from ftcli.data.streaming import line_reader
-from ftcli.data.streaming.line_reader import read_lines
+from ftcli.data.streaming.line_reader import read_lines, text_rows
 from ftcli.data.streaming.remote_files import list_address
 from ftcli.runtime.errors import InputError, RowError, RunError
 
@@ -70,6 +70,24 @@ def test_read_lines_of_an_empty_line_of_text_counts_it(tmp_path: Path) -> None:
         "is not UTF-8 text",
         {"text": "three"},
     ]
+
+
+def test_text_with_single_carriage_returns_has_the_same_lines_as_a_stream(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\rtwo\r\rthree\r\nfour\r")
+    assert [row["text"] for row in text_rows(path)] == ["one", "two", "three", "four"]
+    expected = [{"text": "one"}, {"text": "two"}, "is empty", {"text": "three"}, {"text": "four"}]
+    for skip in range(6):
+        assert rows_or_messages(read_lines(str(path), skip)) == expected[skip:]
+
+
+def test_text_of_16_bits_without_a_mark_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("one\ntwo\n".encode("utf-16-le"))
+    with pytest.raises(InputError, match="row 1 has a NUL for every few characters: is it UTF-16 text"):
+        list(text_rows(path))
+    path.write_bytes(b"a long line with one \0 in it\n")
+    assert [row["text"] for row in text_rows(path)] == ["a long line with one \0 in it"]
 
 
 TABLE = b'\xef\xbb\xbfprompt,completion,x\r\n1,"NULL, ""a""\r\nb",\n\n  \n02,\n3,a,b,c\n"4"x,a\n5,\xff,\n6,"open\n7,a\n'
@@ -133,14 +151,22 @@ class Breaks(BaseHTTPRequestHandler):
     body = b"".join(json.dumps({"n": n}).encode() + b"\n" for n in range(10))
     breaks = 0
     requests = 0
+    has_length = True
+    versions: dict[str, list[str]] = {}  # header -> its value in each answer; the last one stays
 
     def do_HEAD(self) -> None:
+        self.answer(has_length=True)
+
+    def answer(self, *, has_length: bool) -> None:
         self.send_response(200)
-        self.send_header("Content-Length", str(len(self.body)))
+        if has_length:
+            self.send_header("Content-Length", str(len(self.body)))
+        for name, values in self.versions.items():
+            self.send_header(name, values[min(self.requests, len(values) - 1)])
         self.end_headers()
 
     def do_GET(self) -> None:
-        self.do_HEAD()
+        self.answer(has_length=self.has_length)
         type(self).requests += 1
         if self.requests <= self.breaks:
             self.wfile.write(self.body[:30])
@@ -173,6 +199,43 @@ def test_read_lines_of_a_broken_connection_continues_where_it_stopped(
     monkeypatch.setattr(Breaks, "requests", 0)
     assert rows_or_messages(read_lines(address, 0)) == [{"n": n} for n in range(10)]
     assert Breaks.requests == expected
+
+
+def test_answer_that_ends_early_without_a_length_continues_where_it_stopped(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_reader, "FIRST_WAIT", 0.001)
+    for name, value in {"breaks": 2, "requests": 0, "has_length": False}.items():
+        monkeypatch.setattr(Breaks, name, value)
+    size = len(Breaks.body)
+    assert rows_or_messages(read_lines(address, 0, size=size)) == [{"n": n} for n in range(10)]
+    assert Breaks.requests == 3
+    monkeypatch.setattr(Breaks, "breaks", 99)
+    with pytest.raises(ConnectionError, match=f"a.jsonl ended after 30 of {size} bytes"):
+        list(read_lines(address, 0, size=size))
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_replaced"),
+    [
+        ({"ETag": ["a", "b"]}, True),
+        ({"Last-Modified": ["Mon, 01 Jan 2024 00:00:00 GMT", "Tue, 02 Jan 2024 00:00:00 GMT"]}, True),
+        ({"Last-Modified": ["Mon, 01 Jan 2024 00:00:00 GMT"], "ETag": ["of server 1", "of server 2"]}, False),
+        ({"ETag": ["a"]}, False),
+    ],
+)
+def test_rest_of_a_file_that_was_replaced_meanwhile_is_refused(
+    versions: dict[str, list[str]], is_replaced: bool, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_reader, "FIRST_WAIT", 0.001)
+    for name, value in {"breaks": 1, "requests": 0, "versions": versions}.items():
+        monkeypatch.setattr(Breaks, name, value)
+    reading = read_lines(address, 0)
+    if is_replaced:
+        with pytest.raises(RunError, match="was replaced since the run began: a stream's files must not change"):
+            list(reading)
+        list_address(address, bool)  # as the next run does
+    assert rows_or_messages(read_lines(address, 0)) == [{"n": n} for n in range(10)]
 
 
 @pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")

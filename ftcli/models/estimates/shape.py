@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.models.architectures import HEAD_SETTINGS, architecture_of
+from ftcli.models.estimates.adapter_size import count_adapter, is_inside, named_matrices
 from ftcli.models.files import parse_json_object, stored_shapes
 from ftcli.runtime.reader_errors import reading
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
 
 
-OUTSIDE_LAYERS = ("embed", "wte", "wpe", "lm_head")  # parts of the names of matrices without an adapter
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2, "fp8": 2}
 # Bytes per hidden feature that a layer stores for norms, residuals and inputs of matrix products. Attention and the
 # feed-forward products are counted separately. The numbers come from live storages of Llama, Qwen 3 and GPT-2.
@@ -154,9 +154,7 @@ class Shape:
 
     def adapter_weights(self, r: int) -> int:
         """Return the number of weights of a LoRA adapter of rank `r` on every matrix of the layers."""
-        sides = [(self.hidden, self.attention), (self.attention, self.hidden), *[(self.hidden, self.keys)] * 2]
-        sides += [(self.hidden, self.inner)] * (3 if self.has_gate else 2)
-        return self.layers * r * sum(a + b for a, b in sides)
+        return r * sum(sum(size) for name, size in named_matrices(self).items() if is_inside(name, size))
 
     def activation_bytes(
         self,
@@ -286,8 +284,6 @@ class ModelSize:
 def measure_model(folder: Path, recipe: Recipe) -> ModelSize:
     """Return the size of a model in a local folder, from the headers of its files, else from its configuration.
 
-    An adapter is counted as if every matrix except embeddings and head had one.
-
     Args:
         folder: The model's folder, with safetensors files or with config.json only.
         recipe: The recipe that trains it.
@@ -301,12 +297,9 @@ def measure_model(folder: Path, recipe: Recipe) -> ModelSize:
         shape = Shape.of(parse_json_object(config, config.read_bytes())) if config.is_file() else None
     if not shapes and shape is not None:
         return size_of_shape(shape, recipe)
-    matrices = [
-        size for name, size in shapes.items() if len(size) == 2 and not any(word in name for word in OUTSIDE_LAYERS)
-    ]
-    adapter = recipe.adapter.r * sum(map(sum, matrices))
+    inside = sum(math.prod(size) for name, size in shapes.items() if is_inside(name, size))
     total = sum(math.prod(size) for size in shapes.values())
-    return _divide(recipe, total, sum(map(math.prod, matrices)), adapter, shape)
+    return _divide(recipe, total, inside, count_adapter(recipe, shapes), shape)
 
 
 def size_of_shape(shape: Shape, recipe: Recipe) -> ModelSize:
@@ -316,8 +309,8 @@ def size_of_shape(shape: Shape, recipe: Recipe) -> ModelSize:
         shape: The sizes of its layers.
         recipe: The recipe that trains it.
     """
-    inside, adapter = shape.layers * shape.layer_weights, shape.adapter_weights(recipe.adapter.r)
-    return _divide(recipe, shape.weights, inside, adapter, shape)
+    inside = shape.layers * shape.layer_weights
+    return _divide(recipe, shape.weights, inside, count_adapter(recipe, named_matrices(shape)), shape)
 
 
 def _divide(recipe: Recipe, total: int, inside: int, adapter: int, shape: Shape | None) -> ModelSize:

@@ -1,0 +1,87 @@
+"""Count the trained weights of a LoRA adapter from the shapes in the headers of weight files.
+
+Modules are matched by their names, as `models/adapters.py` matches those of the model. Light: never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
+    from ftcli.models.estimates.shape import Shape
+
+OUTSIDE_LAYERS = ("embed", "wte", "wpe", "lm_head")  # parts of the names of matrices without an adapter
+TABLES = ("embed_tokens", "wte", "word_embeddings", "lm_head")  # endings of the names of embeddings and heads
+
+
+def is_inside(name: str, size: Sequence[int]) -> bool:
+    """Return whether a weight is a matrix of the layers: neither embeddings nor a head.
+
+    Args:
+        name: Name of the weight.
+        size: Its shape.
+    """
+    return len(size) == 2 and not any(word in name for word in OUTSIDE_LAYERS)
+
+
+def count_adapter(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the number of trained weights of a recipe with an adapter.
+
+    Matrices of experts that are stored as one tensor of three dimensions are left out. If no name matches, every matrix
+    of the layers counts: names in a configuration alone are those of Llama.
+
+    Args:
+        recipe: The recipe.
+        shapes: The shape of each weight of the model by name.
+    """
+    section, count, tables = recipe.adapter, 0, 0
+    matches = any(_is_target(recipe, name.rpartition(".")[0], name, size) for name, size in shapes.items())
+    for name, size in shapes.items():
+        module = name.rpartition(".")[0]
+        if _ends_with(module, section.modules_to_save):
+            count += math.prod(size)
+        elif _is_target(recipe, module, name, size) if matches else is_inside(name, size):
+            count += section.r * sum(size) + (size[0] if section.use_dora else 0)
+        if recipe.model.new_tokens and _ends_with(module, TABLES) and len(size) == 2:
+            tables += size[1]
+    return count + len(recipe.model.new_tokens) * tables
+
+
+def named_matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Return the shapes of all matrices of a model under the names that Llama models have.
+
+    Args:
+        shape: The sizes of the layers.
+    """
+    keys, inner = (shape.keys, shape.hidden), (shape.inner, shape.hidden)
+    attention = {"q_proj": (shape.attention, shape.hidden), "k_proj": keys, "v_proj": keys}
+    attention["o_proj"] = (shape.hidden, shape.attention)
+    mlp = {"gate_proj": inner} if shape.has_gate else {}
+    mlp |= {"up_proj": inner, "down_proj": (shape.hidden, shape.inner)}
+    names = {f"self_attn.{name}": size for name, size in attention.items()}
+    names |= {f"mlp.{name}": size for name, size in mlp.items()}
+    layers = {
+        f"model.layers.{layer}.{name}.weight": size for layer in range(shape.layers) for name, size in names.items()
+    }
+    tables = ["model.embed_tokens"] if shape.ties_head else ["model.embed_tokens", "lm_head"]
+    table = (shape.vocabulary, shape.hidden)
+    return layers | ({f"{name}.weight": table for name in tables} if shape.vocabulary else {})
+
+
+def _is_target(recipe: Recipe, module: str, name: str, size: Sequence[int]) -> bool:
+    """Return whether a weight is a matrix of a module that gets an adapter."""
+    targets, excluded = recipe.adapter.target_modules, recipe.adapter.exclude_modules
+    if len(size) != 2 or not name.endswith(".weight") or _ends_with(module, excluded):
+        return False
+    if targets == "all-linear":
+        return is_inside(name, size)
+    return bool(re.fullmatch(targets, module)) if isinstance(targets, str) else _ends_with(module, targets)
+
+
+def _ends_with(module: str, endings: Sequence[str]) -> bool:
+    """Return whether the name of a module is one of the endings, or ends with a dot and one of them."""
+    return any(module == ending or module.endswith(f".{ending}") for ending in endings)

@@ -1,0 +1,48 @@
+"""The count of an adapter's weights, by names and shapes, beside the parameters of the model that is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ftcli
+from ftcli.models.estimates.shape import measure_model
+
+from ....support.cells import cell, write_inputs
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.mark.parametrize("base", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("adapter", "model"),
+    [
+        ({}, {}),
+        ({"target_modules": ["q_proj", "down_proj"]}, {}),
+        ({"target_modules": r"model\.layers\.0\..*_proj", "exclude_modules": ["k_proj"]}, {}),
+        ({"use_dora": True}, {}),
+        ({"modules_to_save": ["embed_tokens"]}, {}),
+        ({}, {"new_tokens": ["<a>", "<b>"]}),
+    ],
+    ids=["all", "names", "pattern", "dora", "saved", "tokens"],
+)
+def test_weights_of_an_adapter_are_counted_by_the_names_of_its_modules(
+    base: str, adapter: dict[str, Any], model: dict[str, Any], inputs: Path
+) -> None:
+    sections = {"model": {"name": str(inputs / base)} | model, "adapter": {"type": "lora", "r": 3} | adapter}
+    recipe = cell(inputs, "sft-tied", **sections)
+    run = ftcli.prepare(recipe, cpu=True)
+    trained = sum(weight.numel() for weight in run.model.parameters() if weight.requires_grad)
+    assert measure_model(inputs / base, recipe).trained == trained
+    (inputs / base / "model.safetensors").rename(inputs / "away")
+    try:  # from the configuration alone
+        assert measure_model(inputs / base, recipe).trained == trained
+    finally:
+        (inputs / "away").rename(inputs / base / "model.safetensors")

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftcli.checkpoint.hub_upload import check_target, create_repository, upload
+from ftcli.data.revisions import is_on_hub
+from ftcli.models.files import parse_json_object
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import missing_folder, user_path
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe import Recipe
 
 
 def push(
@@ -63,14 +73,36 @@ def push(
             shard_size=shard_size,
             trust_remote_code=trust_remote_code,
         )
-        message = _complete(folder, path, checkpoint, trust_remote_code=trust_remote_code)
-        address = upload(folder, full_name, message)
+        recipe, message = _complete(folder, path, checkpoint, trust_remote_code=trust_remote_code)
+        with _base_of_recipe(folder / "adapter_config.json", recipe.model.name):
+            address = upload(folder, full_name, message)
     log_line(f"{path} is uploaded: {address}")
     return address
 
 
-def _complete(folder: Path, source: Path, checkpoint: Path | None, *, trust_remote_code: bool) -> str:
-    """Complete the model card of an export; return the message of the commit."""
+@contextmanager
+def _base_of_recipe(config: Path, name: str) -> Iterator[None]:
+    """Let an adapter name a local base as the recipe does inside the block, and not by its place on this machine."""
+    content = config.read_bytes() if config.is_file() else None
+    settings = {} if content is None else parse_json_object(config, content)
+    if content is None or is_on_hub(str(settings.get("base_model_name_or_path"))):
+        yield
+        return
+    log_line(
+        f"warning: the base of the adapter is the local folder {name}, so others cannot load it: upload merged weights "
+        "(--merge), or write the base's repository into base_model_name_or_path of adapter_config.json there"
+    )
+    is_like_a_repository = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
+    changed = settings | {"base_model_name_or_path": f"./{name}" if is_like_a_repository else name}
+    config.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+    try:
+        yield
+    finally:
+        config.write_bytes(content)
+
+
+def _complete(folder: Path, source: Path, checkpoint: Path | None, *, trust_remote_code: bool) -> tuple[Recipe, str]:
+    """Complete the model card of an export; return the recipe, and the message of the commit."""
     from ftcli.checkpoint.folder import stored_recipe
     from ftcli.config.load import load_run_recipe
     from ftcli.config.trust import check_stored
@@ -87,4 +119,4 @@ def _complete(folder: Path, source: Path, checkpoint: Path | None, *, trust_remo
     card = folder / "README.md"
     text = complete_card(card.read_text(encoding="utf-8"), recipe, run, checkpoint)
     card.write_text(text, encoding="utf-8")
-    return f"{message} of {run.path.resolve().name}, by ftcli"
+    return recipe, f"{message} of {run.path.resolve().name}, by ftcli"

@@ -103,6 +103,26 @@ def launches(hub: ModelHub, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, [first, second, train(hub, folder)]
 
 
+def test_pushed_adapter_of_a_local_base_names_it_as_the_recipe_does(hub: ModelHub, tmp_path: Path) -> None:
+    testing.save_tiny_causal(tmp_path / "model")
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(8)))
+    sections = {"task": "pretrain", "train": {"max_steps": 1}, "adapter": {"type": "lora", "r": 2}}
+    recipe = {name: section for name, section in (RECIPE | sections).items() if name not in ("hub", "checkpoint")}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    code, output = train(hub, tmp_path)
+    assert code == 0, output
+    line = [sys.executable, "-m", "ftcli", "export", "runs/recipe", "kept", "--push", "somebody/adapter"]
+    environment = os.environ | hub.environment(str(tmp_path / "home")) | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "warning: the base of the adapter is the local folder model, so others cannot load it" in ended.stderr
+    files = hub.repositories["somebody/adapter"].files
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "./model"
+    assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
+    kept = json.loads((tmp_path / "kept" / "adapter_config.json").read_text())
+    assert kept["base_model_name_or_path"] == str(tmp_path / "model")
+
+
 @pytest.mark.slow
 def test_runs_with_uploads_at_checkpoints_upload_each_checkpoint_the_last_of_a_stop_and_the_final_weights(
     launches: tuple[Path, list[tuple[int, str]]], hub: ModelHub

@@ -176,8 +176,10 @@ def _use_facts_of_training(run: Run, folder: RunFolder) -> None:
     task: Any = run.task
     if not hasattr(task, "use_facts"):
         return
-    if (checkpoint := newest_intact(folder.path, hashes=False)[0]) is not None:
-        task.use_facts(read_state(checkpoint)["data"]["facts"])
+    checkpoint = newest_intact(folder.path, hashes=False)[0]
+    facts = None if checkpoint is None else read_state(checkpoint)["data"]["facts"]  # None in older versions
+    if facts is not None:
+        task.use_facts(facts)
     elif run.hardware.ranks.is_main and "class_weights" in run.rows.facts:
         log_line("the run has no checkpoint with class weights, so they are those of today's training rows")
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.hub_upload import check_target, create_repository, upload
 from ftcli.data.revisions import is_on_hub
@@ -88,17 +88,24 @@ def _base_of_recipe(config: Path, name: str) -> Iterator[None]:
     if content is None or is_on_hub(str(settings.get("base_model_name_or_path"))):
         yield
         return
-    log_line(
-        f"warning: the base of the adapter is the local folder {name}, so others cannot load it: upload merged weights "
-        "(--merge), or write the base's repository into base_model_name_or_path of adapter_config.json there"
-    )
-    is_like_a_repository = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
-    changed = settings | {"base_model_name_or_path": f"./{name}" if is_like_a_repository else name}
+    changed = settings | {"base_model_name_or_path": name}
+    if not is_on_hub(name):
+        changed = _of_local_base(settings, name)
     config.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
     try:
         yield
     finally:
         config.write_bytes(content)
+
+
+def _of_local_base(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the settings of an adapter whose base is a local folder, after a warning."""
+    log_line(
+        f"warning: the base of the adapter is the local folder {name}, so others cannot load it: upload merged weights "
+        "(--merge), or write the base's repository into base_model_name_or_path of adapter_config.json there"
+    )
+    is_like_a_repository = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is not None
+    return settings | {"base_model_name_or_path": f"./{name}" if is_like_a_repository else name}
 
 
 def _complete(folder: Path, source: Path, checkpoint: Path | None, *, trust_remote_code: bool) -> tuple[Recipe, str]:

@@ -34,7 +34,6 @@ from ftcli.runtime.log import log_line
 from ftcli.runtime.process import local_rank
 from ftcli.runtime.resources import cache_root, writing_cache
 from ftcli.runtime.seeds import PADDING
-from ftcli.tasks.protocol import derives_columns
 from ftcli.training.batches.dataloaders import Collate, Rows
 from ftcli.training.out_of_memory import explain_out_of_memory
 from ftcli.training.run_description import describe_hardware
@@ -108,7 +107,9 @@ def add_columns(run: Run, *, weights: Path | None = None, state: dict[str, Any] 
             _publish(folder, columns, origin)
         run.hardware.ranks.wait_for_slowest()
         computed_in = time.perf_counter() - started
-    for split in _splits(run) if weights is None else _same_splits(run, folder, weights):
+    known = _splits(run) if weights is None else _same_splits(run, folder, weights)
+    run.lacks_columns = "train" not in known
+    for split in known:
         for path in sorted((folder / split).glob("*.npy")):
             run.rows.derived[split][path.stem] = np.load(path, mmap_mode="r")
     run.derived = key
@@ -121,9 +122,15 @@ def _same_splits(run: Run, folder: Path, weights: Path) -> list[str]:
     Raises:
         InputError: The evaluation rows are others. Other training rows matter only to `check_columns`.
     """
-    stored = json.loads((folder / META).read_text()).get("parts", {}).get("rows", {})
+    parts = json.loads((folder / META).read_text()).get("parts")
     now = json.loads(json.dumps(_row_parts(run)["rows"]))
-    same = [split for split in now if stored.get(split) == now[split]]
+    if parts is None:  # columns of an older version: their number is all that is known
+        lengths = {
+            split: {len(np.load(path, mmap_mode="r")) for path in (folder / split).glob("*.npy")} for split in now
+        }
+        same = [split for split in now if lengths[split] <= {now[split][1]}]
+    else:
+        same = [split for split in now if parts["rows"].get(split) == now[split]]
     if "eval" in now and "eval" not in same:
         raise InputError(
             f"the evaluation rows are not those of the run of {weights}, so their derived columns are not known: "
@@ -134,8 +141,8 @@ def _same_splits(run: Run, folder: Path, weights: Path) -> list[str]:
 
 
 def check_columns(run: Run) -> None:
-    """Raise `InputError` if the task derives columns, and those of the training rows are not known."""
-    if derives_columns(run.task) and not run.rows.derived["train"]:
+    """Raise `InputError` if the derived columns of the training rows are not known."""
+    if run.lacks_columns:
         raise InputError(
             "the training rows are not those of the run of the given weights, so their derived columns are not known",
             hint="evaluate only, or train from model.name instead",

@@ -120,6 +120,7 @@ class Run:
     settings: Settings = field(default_factory=Settings)  # of other libraries, which the run changed
     is_measured_only: bool = False  # runs of `ftcli parity`: no checkpoint is written, they are never resumed
     derived: str | None = None  # key of the columns that the model derived from the rows
+    lacks_columns: bool = False  # whether those of the training rows are not known
     terms: LossTerms = field(init=False)
 
     def __post_init__(self) -> None:

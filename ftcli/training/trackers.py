@@ -10,6 +10,7 @@ A tracker that fails after the start gets nothing more, and the training goes on
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import posixpath
 import re
@@ -41,6 +42,7 @@ EVALUATION = ("eval/", "samples/")  # prefixes of the names of an evaluation's v
 TEXT_TRACKERS = ("tensorboard", "wandb", "trackio")
 NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")  # characters that the names of its metrics cannot have
 _open: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # with trackers
+_failed: list[GeneralTracker] = []  # that are not ended yet: that may take minutes while their server is gone
 
 
 class Trackers:
@@ -83,6 +85,9 @@ class Trackers:
             names["wandb"] |= {"resume": "allow"}
         if "trackio" in stored:
             names["trackio"] |= {"resume": "allow"}  # by its name
+        while _failed:  # their library has one run in a process
+            with contextlib.suppress(Exception):
+                _failed.pop().finish()
         for other in list(_open):  # wandb would return the other run, and mlflow refuse to start a second one
             end_trackers(other, keep=("tensorboard",))
         is_known = all(tracker in stored for tracker in self.names)  # TensorBoard adds a run for each configuration
@@ -151,7 +156,7 @@ class Trackers:
     def _record(self, stored: dict[str, Any]) -> None:
         """Write the ids of the trackers' runs and the attempts into the run folder and to the trackers."""
         assert self.run.folder is not None
-        ids: dict[str, Any] = dict.fromkeys(self.names)
+        ids: dict[str, Any] = {name: stored.get(name) for name in self.names}  # a tracker that has failed keeps its id
         newest = {f"attempt_{len(self._attempts)}_after_step": self._attempts[-1]["after_step"]}
         for tracker in self.run.hardware.accelerator.trackers:
             if tracker.name == "wandb":
@@ -170,6 +175,7 @@ class Trackers:
             action()
         except Exception as error:
             accelerator.trackers = [other for other in accelerator.trackers if other is not tracker]
+            _failed.append(tracker)
             log_line(
                 f"warning: {tracker.name} has failed and gets nothing more; metrics.jsonl has all values: "
                 f"{_describe(error)}"

@@ -141,6 +141,31 @@ def test_tracker_that_fails_ends_no_run(
     assert len(only.rows) == {"log": 2, "define_metric": 0, "finish": 5}[place]
 
 
+def test_run_after_one_whose_tracker_has_failed_gets_its_own(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = stand_in(monkeypatch)
+    original = StandInRun.log
+
+    def fail_once(self: StandInRun, values: dict[str, Any], step: int | None = None) -> None:
+        if len(module.runs) == 1 and self.rows:
+            raise ConnectionError("no route")
+        original(self, values, step)
+
+    monkeypatch.setattr(StandInRun, "log", fail_once)
+    recipe = cell(inputs, "sft-tied", train={"max_steps": 3}, log={"trackers": ["wandb"]})
+    run = ftcli.prepare(recipe, cpu=True, output=tmp_path / "one")
+    for _ in ftcli.steps(run):
+        pass
+    assert not module.runs[0].has_finished, "that may take minutes"
+    run.record.reporter.trackers._continue_after(1)  # type: ignore[union-attr]  # as a roll-back does
+    assert json.loads((tmp_path / "one" / "trackers.json").read_text())["wandb"] == "of-the-first-launch"
+    for _ in ftcli.steps(ftcli.prepare(recipe, cpu=True, output=tmp_path / "two")):
+        pass
+    first, second = module.runs
+    assert first.has_finished and [row["step"] for row in second.rows] == [1, 2, 3]
+
+
 def test_tracker_that_cannot_be_started_is_refused_before_the_first_step(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

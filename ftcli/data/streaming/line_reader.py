@@ -117,7 +117,8 @@ def _opened(name: str, size: int | None) -> Iterator[Any]:
             actual = getattr(raw, "size", None)
             headers = getattr(getattr(raw, "r", None), "headers", {})  # of an HTTP answer
             _check_version(name, headers)
-            whole = None if "Content-Encoding" in headers else actual or size
+            is_encoded = headers.get("Content-Encoding", "identity") not in ("", "identity")
+            whole = None if is_encoded else actual or size
             file: Any = stack.enter_context(io.BufferedReader(_Whole(name, raw, whole), BUFFER))
         else:
             plain = stack.enter_context(open(name, "rb", buffering=0))
@@ -193,12 +194,14 @@ def forget_versions() -> None:
 def _check_version(name: str, headers: Any) -> None:
     """Raise `RunError` if the file behind an address is not the one that this process has opened before.
 
-    ETags may differ between servers of the same file, so they count only without a time of modification.
+    ETags may differ between servers of the same file, and some servers send the time of the answer as that of the
+    modification, so both have to differ.
     """
-    found = (headers.get("Last-Modified"), headers.get("ETag"))
+    modified, tag = headers.get("Last-Modified"), headers.get("ETag")
+    found = (None if modified == headers.get("Date") else modified, None if tag is None else tag.removeprefix("W/"))
     before = _versions.setdefault(name, found)
     pairs = [(then, now) for then, now in zip(before, found, strict=True) if then is not None and now is not None]
-    if pairs and pairs[0][0] != pairs[0][1]:
+    if pairs and all(then != now for then, now in pairs):
         raise RunError(f"{name} was replaced since the run began: a stream's files must not change")
 
 

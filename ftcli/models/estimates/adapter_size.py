@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from ftcli.models.estimates.shape import Shape
 
 OUTSIDE_LAYERS = ("embed", "wte", "wpe", "lm_head")  # parts of the names of matrices without an adapter
-TABLES = ("embed_tokens", "wte", "word_embeddings", "lm_head")  # endings of the names of embeddings and heads
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared")  # endings of the names of embeddings
+HEADS = ("lm_head", "embed_out", "output")  # those of heads, which are not stored if they are tied
+PREFIXES = ("", "model.", "transformer.")  # which files of a model may lack, and names in a pattern have
+TRANSPOSED = ("c_attn", "c_proj", "c_fc")  # GPT-2 stores [inputs, outputs]
 
 
 def is_inside(name: str, size: Sequence[int]) -> bool:
@@ -39,14 +42,21 @@ def count_adapter(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> int:
         shapes: The shape of each weight of the model by name.
     """
     section, count, tables = recipe.adapter, 0, 0
+    table = next(
+        (math.prod(size) for name, size in shapes.items() if _ends_with(name.rpartition(".")[0], EMBEDDINGS)), 0
+    )
+    heads = [ending for ending in section.modules_to_save if ending in HEADS]
+    if heads and not any(_has_part(name, heads) for name in shapes):
+        count += table  # a tied head gets a copy of its own, and others may be stored under another name
     matches = any(_is_target(recipe, name.rpartition(".")[0], name, size) for name, size in shapes.items())
     for name, size in shapes.items():
         module = name.rpartition(".")[0]
-        if _ends_with(module, section.modules_to_save):
+        if _has_part(module, section.modules_to_save):
             count += math.prod(size)
         elif _is_target(recipe, module, name, size) if matches else is_inside(name, size):
-            count += section.r * sum(size) + (size[0] if section.use_dora else 0)
-        if recipe.model.new_tokens and _ends_with(module, TABLES) and len(size) == 2:
+            outputs = size[1] if _ends_with(module, TRANSPOSED) else size[0]
+            count += section.r * sum(size) + (outputs if section.use_dora else 0)
+        if recipe.model.new_tokens and _ends_with(module, (*EMBEDDINGS, *HEADS)) and len(size) == 2:
             tables += size[1]
     return count + len(recipe.model.new_tokens) * tables
 
@@ -79,7 +89,14 @@ def _is_target(recipe: Recipe, module: str, name: str, size: Sequence[int]) -> b
         return False
     if targets == "all-linear":
         return is_inside(name, size)
-    return bool(re.fullmatch(targets, module)) if isinstance(targets, str) else _ends_with(module, targets)
+    if isinstance(targets, str):
+        return any(re.fullmatch(targets, prefix + module) for prefix in PREFIXES)
+    return _ends_with(module, targets)
+
+
+def _has_part(module: str, endings: Sequence[str]) -> bool:
+    """Return whether a module is one that an ending names, or lies inside of one."""
+    return any(f".{ending}." in f".{module}." for ending in endings)
 
 
 def _ends_with(module: str, endings: Sequence[str]) -> bool:

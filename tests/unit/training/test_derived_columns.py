@@ -124,10 +124,27 @@ def test_columns_of_finished_weights_belong_to_their_rows_only(inputs: Path, tmp
     assert evaluate(run) == expected
     with pytest.raises(InputError, match="the training rows are not those of the run of the given weights"):
         next(steps(run))
+    meta = cache_root() / "derived" / str(run.derived) / "meta.json"
+    content = meta.read_text()
+    meta.write_text(json.dumps({name: part for name, part in json.loads(content).items() if name != "parts"}))
+    assert evaluate(prepare(recipe, **final)) == expected  # columns of an older version: only their number is known
+    (tmp_path / "eval.jsonl").write_text("".join(rows[31:]))
+    with pytest.raises(InputError, match="the evaluation rows are not those of the run of "):
+        prepare(recipe, **final)
+    meta.write_text(content)
     for changed in (rows[:29:-1], rows[30:] + rows[:1], rows[31:]):
         (tmp_path / "eval.jsonl").write_text("".join(changed))
         with pytest.raises(InputError, match="the evaluation rows are not those of the run of "):
             prepare(recipe, **final)
+
+
+def test_task_that_derives_no_column_trains(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text(
+        "from ftcli.tasks.sft import Options\nfrom ftcli.tasks.sft import Task as Sft\n\n\n"
+        "class Task(Sft):\n    def derive(self, model, batch):\n        return {}\n"
+    )
+    recipe = cell(inputs, "sft-tied", task=str(tmp_path / "none.py"), train={"max_steps": 2})
+    assert len(list(steps(prepare(recipe, cpu=True)))) == 2
 
 
 def test_add_columns_of_other_weights_is_refused_on_resume(inputs: Path) -> None:

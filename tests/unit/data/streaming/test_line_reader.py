@@ -222,6 +222,8 @@ def test_answer_that_ends_early_without_a_length_continues_where_it_stopped(
         ({"Last-Modified": ["Mon, 01 Jan 2024 00:00:00 GMT", "Tue, 02 Jan 2024 00:00:00 GMT"]}, True),
         ({"Last-Modified": ["Mon, 01 Jan 2024 00:00:00 GMT"], "ETag": ["of server 1", "of server 2"]}, False),
         ({"ETag": ["a"]}, False),
+        ({"ETag": ["a", "W/a"]}, False),
+        ({"Last-Modified": ["Mon, 01 Jan 2024 00:00:00 GMT", "Tue, 02 Jan 2024 00:00:00 GMT"], "ETag": ["a"]}, False),
     ],
 )
 def test_rest_of_a_file_that_was_replaced_meanwhile_is_refused(

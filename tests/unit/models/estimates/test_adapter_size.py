@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 import ftcli
+from ftcli.config.recipe import Recipe
+from ftcli.models.estimates.adapter_size import count_adapter
 from ftcli.models.estimates.shape import measure_model
 
 from ....support.cells import cell, write_inputs
+from ....support.recipes import minimal_values
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +32,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"target_modules": r"model\.layers\.0\..*_proj", "exclude_modules": ["k_proj"]}, {}),
         ({"use_dora": True}, {}),
         ({"modules_to_save": ["embed_tokens"]}, {}),
+        ({"modules_to_save": ["lm_head"]}, {}),
+        ({"modules_to_save": ["mlp"]}, {}),
         ({}, {"new_tokens": ["<a>", "<b>"]}),
     ],
-    ids=["all", "names", "pattern", "dora", "saved", "tokens"],
+    ids=["all", "names", "pattern", "dora", "saved", "head", "part", "tokens"],
 )
 def test_weights_of_an_adapter_are_counted_by_the_names_of_its_modules(
     base: str, adapter: dict[str, Any], model: dict[str, Any], inputs: Path
@@ -46,3 +51,10 @@ def test_weights_of_an_adapter_are_counted_by_the_names_of_its_modules(
         assert measure_model(inputs / base, recipe).trained == trained
     finally:
         (inputs / "away").rename(inputs / base / "model.safetensors")
+
+
+def test_names_in_a_pattern_may_have_a_prefix_that_files_lack() -> None:
+    shapes = {"h.0.attn.c_attn.weight": (8, 24), "h.0.mlp.c_fc.weight": (8, 32), "wte.weight": (50, 8)}
+    pattern = {"target_modules": r"transformer\.h\.\d+\.attn\.c_attn", "type": "lora", "r": 2, "use_dora": True}
+    recipe = Recipe.model_validate(minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter=pattern))
+    assert count_adapter(recipe, shapes) == 2 * (8 + 24) + 24  # DoRA: one magnitude for each output

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.runtime.stop import Stopped
-from ftcli.training.batches.window import windows
+from ftcli.training.batches.window import is_stop_requested, windows
 from ftcli.training.checkpointing import record_missed_metrics, roll_back, save_checkpoint
 from ftcli.training.evaluation import measure
 from ftcli.training.final_weights import save_final
@@ -105,7 +105,7 @@ def _train_until_undone(run: Run, turn: int) -> Iterator[Step]:
             rows=message.rows,
             data_seconds=done.wait.seconds(),
             end=end,
-            stop=window is not None and window.message().stop_requests > 0,  # the newest message of all ranks
+            stop=is_stop_requested(run, window, number),
             loss_tensor=means.loss,
             norm_tensor=norm,
             means=means,

@@ -64,7 +64,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
     from ftcli.tasks.shared.metric_names import check_metric
 
     if problems := [
-        *adapter_problems(recipe.adapter),
+        *adapter_problems(recipe.adapter, recipe.model.new_tokens),
         *hub_key_problems(recipe),
         *quantised_problems(recipe),
         *([] if is_elsewhere else check_bitsandbytes(recipe, cpu=cpu) + check_float8(recipe, cpu=cpu)),

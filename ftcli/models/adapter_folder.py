@@ -18,7 +18,7 @@ from ftcli.data.paths import local_path
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.structure import saved_buffers
 from ftcli.models.trained_on import trained_on
-from ftcli.runtime.errors import InputError, shortened
+from ftcli.runtime.errors import InputError, Problem, shortened
 from ftcli.runtime.log import log_line
 from ftcli.runtime.process import current_rank
 from ftcli.runtime.reader_errors import reading
@@ -284,3 +284,25 @@ def _base_parameters(base: Any, owner: str) -> list[tuple[str, Any]]:
         for name, parameter in base.named_parameters()
         if name.startswith(f"{owner}.")
     ]
+
+
+def token_problems(folder: Path, new_tokens: Sequence[str]) -> list[Problem]:
+    """Return a problem if the trained rows of an adapter belong to other tokens: they are stored by number only.
+
+    Args:
+        folder: The folder of the adapter.
+        new_tokens: New tokens of the recipe, in their order.
+    """
+    file = folder / "tokenizer.json"
+    if not new_tokens or not file.is_file():
+        return []
+    with reading(file):
+        added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])
+        numbers = {token["content"]: token["id"] for token in added}
+    stored = sorted((token for token in new_tokens if token in numbers), key=lambda token: numbers[token])
+    if stored == list(new_tokens):
+        return []
+    hint = "list the tokens of that adapter first, in their order"
+    missing = [token for token in new_tokens if token not in numbers]
+    what = f"it has no {missing[0]}" if missing else f"its order is {', '.join(stored)}"
+    return [Problem(f"model.new_tokens: {file} has other tokens than the recipe: {what}", hint=hint)]

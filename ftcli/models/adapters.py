@@ -11,11 +11,12 @@ import math
 import re
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.models.adapter_folder import token_problems
 from ftcli.models.structure import base_model_of, embeddings_and_head
 from ftcli.runtime.errors import InputError, Problem, shortened
 from ftcli.runtime.patches import declare
@@ -33,7 +34,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings that change the output of an adapter but not the names and shapes of its tensors.
 COMPARED_KEYS = ("r", "lora_alpha", "use_rslora", "use_dora")
 # Settings of peft without a key in the recipe, with the only supported value.
-SUPPORTED_VALUES: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+SUPPORTED_VALUES: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "alora_invocation_tokens": None,  # an activated LoRA begins at these tokens
+    "arrow_config": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+}
 PATTERNS = ("rank_pattern", "alpha_pattern")  # peft writes them itself if it joins the names of experts' weights
 
 SWITCH = declare(
@@ -132,6 +142,8 @@ def add_adapter(
     if folder is not None and has_label_names(config_of_base):
         check_labels(folder, list(config_of_base.id2label.values()))
     if folder is not None:
+        if problems := token_problems(folder, recipe.model.new_tokens):
+            raise InputError(problems)
         _check_patterns(wrapped, folder)
         load_adapter_weights(wrapped, folder)
     return wrapped
@@ -217,11 +229,12 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = was_disabled
 
 
-def adapter_problems(section: Adapter) -> list[Problem]:
-    """Return why the adapter in `adapter.path` cannot be trained further. Reads one small file, without torch.
+def adapter_problems(section: Adapter, new_tokens: Sequence[str] = ()) -> list[Problem]:
+    """Return why the adapter in `adapter.path` cannot be trained further. Reads small files, without torch.
 
     Args:
         section: The adapter section of the recipe.
+        new_tokens: New tokens of the recipe, in their order.
 
     Returns:
         One problem for a missing file, or for each setting that differs; empty if there is none.
@@ -244,6 +257,7 @@ def adapter_problems(section: Adapter) -> list[Problem]:
         if (stored := config.get(key, False)) != getattr(section, key)  # older files do not have use_rslora, use_dora
     ]
     unsupported = [key for key, value in SUPPORTED_VALUES.items() if (config.get(key) or value) != value]
+    problems += token_problems(file.parent, new_tokens)
     if config.get("target_parameters"):  # `add_adapter` compares the patterns with those of the model
         unsupported = [key for key in unsupported if key not in PATTERNS]
     if str(config.get("init_lora_weights", "")).startswith(INITS_THAT_CHANGE_THE_BASE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ftcli.checkpoint.final import PROBE, load_plain
 from ftcli.config.load import dump_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_model import Adapter
+from ftcli.launch.preflight import check_inputs
 from ftcli.loop import steps, train
 from ftcli.models.adapters import adapter_problems, disable_adapter
 from ftcli.runtime.checkpoint_names import checkpoint_path
@@ -172,6 +174,15 @@ def test_train_with_adapter_path_starts_from_the_adapter_of_another_run(inputs: 
     assert all(torch.equal(ends[name], starts[name]) for name in ends)
 
 
+def test_second_stage_with_the_new_tokens_in_another_order_is_refused(inputs: Path, tmp_path: Path) -> None:
+    trained(recipe(inputs, new_tokens=NEW, adapter=LORA), tmp_path / "run")
+    again = LORA | {"path": str(tmp_path / "run" / "final")}
+    prepare(recipe(inputs, new_tokens=NEW, adapter=again), cpu=True)
+    for refuse in (partial(prepare, cpu=True), partial(check_inputs, cpu=True)):
+        with pytest.raises(InputError, match="model.new_tokens: .*tokenizer.json has other tokens than the recipe"):
+            refuse(recipe(inputs, new_tokens=NEW[::-1], adapter=again))
+
+
 def save_adapter(folder: Path, inputs: Path) -> Path:
     """Write an adapter as peft alone does."""
     from peft import LoraConfig, get_peft_model
@@ -200,6 +211,8 @@ def test_prepare_with_adapter_path_of_other_settings_is_refused(inputs: Path, tm
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}}))
     assert "rank_pattern" in adapter_problems(Adapter.model_validate(mine))[0].what
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"alora_invocation_tokens": [0, 50]}))
+    assert "alora_invocation_tokens" in adapter_problems(Adapter.model_validate(mine))[0].what
     (folder / "adapter_model.safetensors").unlink()
     assert "no adapter_model.safetensors" in adapter_problems(Adapter.model_validate(mine))[0].what
     shutil.rmtree(folder)

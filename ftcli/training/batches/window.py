@@ -77,6 +77,22 @@ class AccumulationWindow:
         return ControlMessage.from_sums(self.sums(), self.lengths)
 
 
+def is_stop_requested(run: Run, window: AccumulationWindow | None, number: int) -> bool:
+    """Return whether a rank asks for the end of the run, by the newest message. Waits for that of the slowest rank.
+
+    Args:
+        run: The run.
+        window: The next window; None after the last step.
+        number: Number of steps before this one, for the heartbeat.
+    """
+    if window is None:
+        return False
+    run.heartbeat.beat("waiting for ranks", number)  # `ftcli trace` counts it as communication
+    requests = window.message().stop_requests
+    run.heartbeat.beat("waiting for the device", number)
+    return requests > 0
+
+
 def windows(run: Run) -> Iterator[AccumulationWindow]:
     """Yield the windows of the steps to come; each one's message to the other ranks is already under way."""
     batches, prefetcher = iter(run.train_loader), DevicePrefetcher(run.hardware.accelerator.device)

@@ -302,7 +302,7 @@ def token_problems(folder: Path, new_tokens: Sequence[str]) -> list[Problem]:
     stored = sorted((token for token in new_tokens if token in numbers), key=lambda token: numbers[token])
     if stored == list(new_tokens):
         return []
-    hint = "list the tokens of that adapter first, in their order"
+    hint = "give the tokens of that adapter, in their order"
     missing = [token for token in new_tokens if token not in numbers]
     what = f"it has no {missing[0]}" if missing else f"its order is {', '.join(stored)}"
     return [Problem(f"model.new_tokens: {file} has other tokens than the recipe: {what}", hint=hint)]

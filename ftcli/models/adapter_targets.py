@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.models.architectures import EXPERT_MODULES
+from ftcli.models.module_names import ends_with, is_in
 from ftcli.models.structure import base_model_of, full_shape
 from ftcli.models.unadaptable import find_unadaptable
 from ftcli.runtime.errors import InputError, Problem, nearest, shortened
@@ -59,7 +60,9 @@ class Names:
         if isinstance(section.target_modules, str):
             return []
         return [
-            name for name in section.target_modules if not _ends(name, self.modules) and _ends(name, self.parameters)
+            name
+            for name in section.target_modules
+            if not ends_with(name, self.modules) and ends_with(name, self.parameters)
         ]
 
     def _example(self) -> str:
@@ -82,7 +85,7 @@ class Names:
             found.append(Problem(what, hint=f"name modules in a list, or match a full name such as {self._example()}"))
         for key, names in known.items():
             for ending in getattr(section, key):
-                if not _ends(ending, names) and not (key == "target_modules" and ending in renamed):
+                if not ends_with(ending, names) and not (key == "target_modules" and ending in renamed):
                     what = f"adapter.{key}: no module's name ends with {ending}"
                     found.append(Problem(what, hint=_hint(ending, names)))
         return found
@@ -100,13 +103,13 @@ class Names:
         """
         targets = section.target_modules
         every = [*(name for name, kind in self.modules.items() if kind in WITH_WEIGHT), *self.parameters]
-        kept = [name for name in every if not _is_in(name, left_out)]
+        kept = [name for name in every if not is_in(name, left_out)]
         if isinstance(targets, list):
-            named = [t for t in targets if _ends(t, every) and not _ends(t, kept) and t not in renamed]
+            named = [t for t in targets if ends_with(t, every) and not ends_with(t, kept) and t not in renamed]
         elif targets.lower() != ALL_LINEAR:
             named = [] if any(re.fullmatch(targets, name) for name in kept) else [targets]
         else:
-            rest = [name for name in kept if not _is_in(name, saved)]
+            rest = [name for name in kept if not is_in(name, saved)]
             if any(self.modules.get(name) in LINEAR for name in rest):
                 return []
             what = "adapter.target_modules: all-linear finds no linear layer in this model"
@@ -128,7 +131,7 @@ def check_unadaptable(names: Names, section: Adapter) -> None:
         InputError: It names one that neither `exclude_modules` nor `modules_to_save` names.
     """
     others = [*section.exclude_modules, *section.modules_to_save]
-    if named := sorted(name for name in names.unadaptable if is_named(section, name) and not _is_in(name, others)):
+    if named := sorted(name for name in names.unadaptable if is_named(section, name) and not is_in(name, others)):
         raise InputError(
             f"adapter.target_modules: {_listed(named)} cannot have an adapter, because {names.unadaptable[named[0]]}",
             hint="remove its name, or add it to adapter.exclude_modules if other modules have the name too, or to "
@@ -149,7 +152,7 @@ def outermost(names: Names, endings: list[str]) -> list[str]:
     Raises:
         InputError: A name matches such a part and other modules too.
     """
-    matches = {ending: [name for name in names.modules if _ends(ending, [name])] for ending in endings}
+    matches = {ending: [name for name in names.modules if ends_with(ending, [name])] for ending in endings}
     saved = {name for found in matches.values() for name in found}
     owner = {name: next((s for s in sorted(saved) if name.startswith(f"{s}.")), None) for name in saved}
     kept = [ending for ending, found in matches.items() if not found or not all(owner[name] for name in found)]
@@ -278,7 +281,7 @@ def describe_unadapted(model: Any, section: Adapter) -> list[str]:
         name
         for name in [*experts, *(linear if experts else others)]
         if name not in adapted and "lora_" not in name
-        if not _is_in(name, excluded)
+        if not is_in(name, excluded)
     ]
     if not left:
         return []
@@ -310,7 +313,7 @@ def is_named(section: Adapter, name: str) -> bool:
     targets = section.target_modules
     if isinstance(targets, str):
         return targets.lower() != ALL_LINEAR and re.fullmatch(targets, name) is not None
-    return any(_ends(target, [name]) for target in targets)
+    return any(ends_with(target, [name]) for target in targets)
 
 
 def _endings(names: Iterable[str]) -> list[str]:
@@ -321,16 +324,6 @@ def _endings(names: Iterable[str]) -> list[str]:
 def _first_expert(names: list[str]) -> str:
     """Return the first name of a parameter of experts, or else the first name."""
     return next((name for name in names if set(EXPERT_MODULES) & set(name.split("."))), names[0])
-
-
-def _ends(ending: str, names: Iterable[str]) -> bool:
-    """Return whether any name is `ending` or ends with a dot and `ending`."""
-    return any(f".{name}".endswith(f".{ending}") for name in names)
-
-
-def _is_in(name: str, endings: Iterable[str]) -> bool:
-    """Return whether a name ends with one of `endings`, or is inside of a module whose name does."""
-    return any(f".{ending}." in f".{name}." for ending in endings)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

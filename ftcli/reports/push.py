@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,8 +103,8 @@ def _of_local_base(settings: dict[str, Any], name: str) -> dict[str, Any]:
         f"warning: the base of the adapter is the local folder {name}, so others cannot load it: upload merged weights "
         "(--merge), or write the base's repository into base_model_name_or_path of adapter_config.json there"
     )
-    is_like_a_repository = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is not None
-    return settings | {"base_model_name_or_path": f"./{name}" if is_like_a_repository else name}
+    is_plain = not name.startswith((".", "/", "~")) and ":" not in name  # it could be taken for a repository elsewhere
+    return settings | {"base_model_name_or_path": f"./{name}" if is_plain else name}
 
 
 def _complete(folder: Path, source: Path, checkpoint: Path | None, *, trust_remote_code: bool) -> tuple[Recipe, str]:

@@ -240,6 +240,16 @@ def test_older_loop_writes_nothing_into_the_folder_of_a_newer_run(inputs: Path, 
     assert folder.status()["state"] == "done"
 
 
+def test_older_run_without_a_loop_can_be_evaluated_after_a_newer_one_took_its_folder(
+    inputs: Path, tmp_path: Path
+) -> None:
+    what = recipe(inputs, log={"trackers": ["tensorboard"]})
+    older, newer = (ftcli.prepare(what, cpu=True, output=tmp_path / "run", resume="auto") for _ in range(2))
+    assert "loss" in ftcli.evaluate(older)
+    assert not list((tmp_path / "run").rglob("events.out.tfevents*"))
+    assert len(rows_of(ftcli.steps(newer), until=STEPS + 1)) == STEPS
+
+
 def test_steps_of_a_finished_run_are_none_also_after_another_one_was_prepared(inputs: Path) -> None:
     run = ftcli.prepare(recipe(inputs), cpu=True)
     assert len(rows_of(ftcli.steps(run), until=STEPS + 1)) == STEPS

@@ -6,9 +6,11 @@ Modules are matched by their names, as `models/adapters.py` matches those of the
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from ftcli.models.adapter_targets import ALL_LINEAR, is_named
+from ftcli.models.module_names import ends_with, is_in
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -42,23 +44,37 @@ def count_adapter(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> int:
         shapes: The shape of each weight of the model by name.
     """
     section, count, tables = recipe.adapter, 0, 0
-    table = next(
-        (math.prod(size) for name, size in shapes.items() if _ends_with(name.rpartition(".")[0], EMBEDDINGS)), 0
-    )
+    table = next((math.prod(size) for name, size in shapes.items() if _is_one(name.rpartition(".")[0], EMBEDDINGS)), 0)
     heads = [ending for ending in section.modules_to_save if ending in HEADS]
-    if heads and not any(_has_part(name, heads) for name in shapes):
+    if heads and not any(is_in(name, heads) for name in shapes):
         count += table  # a tied head gets a copy of its own, and others may be stored under another name
     matches = any(_is_target(recipe, name.rpartition(".")[0], name, size) for name, size in shapes.items())
     for name, size in shapes.items():
         module = name.rpartition(".")[0]
-        if _has_part(module, section.modules_to_save):
+        if is_in(module, section.modules_to_save):
             count += math.prod(size)
         elif _is_target(recipe, module, name, size) if matches else is_inside(name, size):
-            outputs = size[1] if _ends_with(module, TRANSPOSED) else size[0]
+            outputs = size[1] if _is_one(module, TRANSPOSED) else size[0]
             count += section.r * sum(size) + (outputs if section.use_dora else 0)
-        if recipe.model.new_tokens and _ends_with(module, (*EMBEDDINGS, *HEADS)) and len(size) == 2:
+        if recipe.model.new_tokens and _is_one(module, (*EMBEDDINGS, *HEADS)) and len(size) == 2:
             tables += size[1]
     return count + len(recipe.model.new_tokens) * tables
+
+
+def layer_matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the matrices of one layer under the names that Llama models have.
+
+    Args:
+        shape: The sizes of the layer.
+    """
+    keys, inner = (shape.keys, shape.hidden), (shape.inner, shape.hidden)
+    attention = {"q_proj": (shape.attention, shape.hidden), "k_proj": keys, "v_proj": keys}
+    attention["o_proj"] = (shape.hidden, shape.attention)
+    mlp = {"gate_proj": inner} if shape.has_gate else {}
+    mlp |= {"up_proj": inner, "down_proj": (shape.hidden, shape.inner)}
+    return {f"self_attn.{name}": size for name, size in attention.items()} | {
+        f"mlp.{name}": size for name, size in mlp.items()
+    }
 
 
 def named_matrices(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -67,13 +83,7 @@ def named_matrices(shape: Shape) -> dict[str, tuple[int, int]]:
     Args:
         shape: The sizes of the layers.
     """
-    keys, inner = (shape.keys, shape.hidden), (shape.inner, shape.hidden)
-    attention = {"q_proj": (shape.attention, shape.hidden), "k_proj": keys, "v_proj": keys}
-    attention["o_proj"] = (shape.hidden, shape.attention)
-    mlp = {"gate_proj": inner} if shape.has_gate else {}
-    mlp |= {"up_proj": inner, "down_proj": (shape.hidden, shape.inner)}
-    names = {f"self_attn.{name}": size for name, size in attention.items()}
-    names |= {f"mlp.{name}": size for name, size in mlp.items()}
+    names = layer_matrices(shape)
     layers = {
         f"model.layers.{layer}.{name}.weight": size for layer in range(shape.layers) for name, size in names.items()
     }
@@ -84,21 +94,14 @@ def named_matrices(shape: Shape) -> dict[str, tuple[int, int]]:
 
 def _is_target(recipe: Recipe, module: str, name: str, size: Sequence[int]) -> bool:
     """Return whether a weight is a matrix of a module that gets an adapter."""
-    targets, excluded = recipe.adapter.target_modules, recipe.adapter.exclude_modules
-    if len(size) != 2 or not name.endswith(".weight") or _ends_with(module, excluded):
+    section = recipe.adapter
+    if len(size) != 2 or not name.endswith(".weight") or _is_one(module, section.exclude_modules):
         return False
-    if targets == "all-linear":
+    if str(section.target_modules).lower() == ALL_LINEAR:
         return is_inside(name, size)
-    if isinstance(targets, str):
-        return any(re.fullmatch(targets, prefix + module) for prefix in PREFIXES)
-    return _ends_with(module, targets)
+    return any(is_named(section, prefix + module) for prefix in PREFIXES)
 
 
-def _has_part(module: str, endings: Sequence[str]) -> bool:
-    """Return whether a module is one that an ending names, or lies inside of one."""
-    return any(f".{ending}." in f".{module}." for ending in endings)
-
-
-def _ends_with(module: str, endings: Sequence[str]) -> bool:
-    """Return whether the name of a module is one of the endings, or ends with a dot and one of them."""
-    return any(module == ending or module.endswith(f".{ending}") for ending in endings)
+def _is_one(module: str, endings: Sequence[str]) -> bool:
+    """Return whether the name of a module ends with one of the endings."""
+    return any(ends_with(ending, [module]) for ending in endings)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.models.architectures import HEAD_SETTINGS, architecture_of
-from ftcli.models.estimates.adapter_size import count_adapter, is_inside, named_matrices
+from ftcli.models.estimates.adapter_size import count_adapter, is_inside, layer_matrices, named_matrices
 from ftcli.models.files import parse_json_object, stored_shapes
 from ftcli.runtime.reader_errors import reading
 
@@ -154,7 +154,7 @@ class Shape:
 
     def adapter_weights(self, r: int) -> int:
         """Return the number of weights of a LoRA adapter of rank `r` on every matrix of the layers."""
-        return r * sum(sum(size) for name, size in named_matrices(self).items() if is_inside(name, size))
+        return self.layers * r * sum(map(sum, layer_matrices(self).values()))
 
     def activation_bytes(
         self,

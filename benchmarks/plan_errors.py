@@ -40,6 +40,7 @@ from ftcli.runtime.gpus import PRODUCT_SHARE, find_gpu  # noqa: E402
 FACTS = HOME / "speed.jsonl"
 WHOLE = "whole on each GPU, so trained as under ddp"  # in the log of an adapter under fsdp
 BEGIN, END = "<!-- plan errors: begin -->", "<!-- plan errors: end -->"
+EARLIER = "before the move"  # in labels of a commit that ran beside a newer one
 NEAR = 0.15  # the relative error that counts as near
 PROFILE_GROUPS = {"single": "1 GPU, all weights", "ddp": "DDP", "fsdp": "FSDP2", "zero3": "ZeRO-3"}
 CLASSIFIERS, ADAPTERS, FP8 = "classifiers", "LoRA and QLoRA", "fp8"
@@ -147,12 +148,19 @@ def compared_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return (line number, line) of ftcli's untraced lines.
 
     Lines of pairs and of short rows that are not packed are left out: their micro-batches differ from step to step, and
-    `plan` knows one size. So are lines without a patch, because `plan` assumes all patches, and experiments.
+    `plan` knows one size. So are lines without a patch, because `plan` assumes all patches, experiments, and lines of
+    an earlier commit that ran beside a newer one.
     """
     lines = enumerate(map(json.loads, path.read_text().splitlines()), start=1)
-    is_whole = lambda line: not (line["traced"] or line.get("without") or line["label"].startswith("experiment"))  # noqa: E731
-    own = [(number, line) for number, line in lines if line["peer"] == "ftcli" and is_whole(line)]
+    own = [(number, line) for number, line in lines if line["peer"] == "ftcli" and is_of_the_program(line)]
     return [(number, line) for number, line in own if line["task"] not in PAIRS and not line["cell"].get("median")]
+
+
+def is_of_the_program(line: dict[str, Any]) -> bool:
+    """Return whether a line was measured without a profiler, and with the program as its commit has it."""
+    return not (
+        line["traced"] or line.get("without") or line["label"].startswith("experiment") or EARLIER in line["label"]
+    )
 
 
 def newest_lines(path: Path = FACTS) -> list[tuple[int, dict[str, Any]]]:

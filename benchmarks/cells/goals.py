@@ -174,6 +174,7 @@ GOALS = [
     *(
         Goal(f"{name} ZeRO-3, two H200s, of FSDP2", where | {"profile": "zero3"}, NO_FLASH, NO_FLASH, 0.97, OF_FSDP)
         for name, where in (
+            ("135M x4096", MASTERS | {"shape": "smollm2-135m", "length": 4096, "task": "pretrain", "lora": 0}),
             ("0.6B x4096", SMALLEST | TWO),
             ("1B x4096", DDP | TWO),
             ("3B x8192", THREE),

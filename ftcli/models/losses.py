@@ -39,8 +39,8 @@ CAUSAL_LOSS = declare(
     alternative="The model's `loss_function`, which needs the logits of all positions.",
     apis=("transformers:PreTrainedModel.get_output_embeddings", "transformers:LlamaForCausalLM.forward.logits_to_keep"),
     required=True,
-    measurement="[43.9 ms](../explanation/kernels.md#the-loss-without-whole-logits) and 2.6 GiB for 16,384 tokens of "
-    "a 1B shape on one H200, 76.9 ms and 9.7 GiB with whole logits.",
+    measurement="[43.0 ms](../explanation/kernels.md#the-loss-without-whole-logits) and 2.1 GiB for 16,384 tokens of "
+    "a 1B shape on one H200, 78.8 ms and 9.7 GiB with whole logits.",
 )
 
 

@@ -85,7 +85,7 @@ def export(
     Example:
         >>> ftcli.export("runs/my", "exported", merge=True)
     """
-    target = Path(directory).absolute()
+    target = user_path(directory).absolute()
     job = _plan_export(
         user_path(source), merge=merge, dtype=dtype, most=shard_bytes(shard_size), trusted=trust_remote_code
     )

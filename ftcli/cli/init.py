@@ -26,6 +26,7 @@ from ftcli.data.row_counts import count_rows
 from ftcli.data.text_files import parse_rows
 from ftcli.models.estimates.pass_budget import SHORT_ROW
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.resources import shipped_folder
 from ftcli.tasks.protocol import properties_of
 
@@ -64,7 +65,7 @@ def write_recipe(
         if reference.startswith(PREFIX):
             find_asset(reference)
     own = Path(task).stem if "/" in task or task.endswith(".py") else task.rpartition(".")[2]
-    path = Path(f"{own}.yaml" if output is None else output)
+    path = user_path(f"{own}.yaml" if output is None else output, "--output")
     options, properties = module.Options.model_json_schema(), properties_of(module.Task)
     values = _starting_values(task, properties.starting_recipe, model, data, eval)
     values["task_options"] = {

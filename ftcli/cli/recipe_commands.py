@@ -29,6 +29,7 @@ from ftcli.cli.options import (
     with_trust,
 )
 from ftcli.runtime.errors import EXIT_DONE, InputError, shortened
+from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.terminal import Style, print_text
 from ftcli.runtime.whole_numbers import whole_number
 
@@ -152,6 +153,7 @@ def preview(
     """Show rows as the model reads them. Exit code 2 if the rows have an error, as with check --data."""
     from ftcli.reports import preview as module
 
+    html = None if html is None else user_path(html, "--html")
     if html is not None and not html.parent.is_dir():
         raise InputError(f"--html: the folder {html.parent} for {html.name} does not exist")
     preview = module.preview_data(recipe, rows=rows, row=row, split=split, full=full, overrides=set_ or ())

@@ -190,7 +190,7 @@ def _legacy_content(source: Source) -> Any:
 def _legacy_stream(source: Source) -> Any:
     """Return the identifier of a stream in the old formula: names and sizes of its files, or a commit."""
     from ftcli.data.hub_streams import source_commit
-    from ftcli.data.streaming.corpus import list_files
+    from ftcli.data.streaming.source_files import list_files
 
     content = list_files(source) or source_commit(source)
     return ["stream", source.path, source.name, source.split, source.revision, content]

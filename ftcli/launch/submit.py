@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from ftcli.launch.job_scripts import Job, job_name, parse_time, render_job
 from ftcli.launch.machines import Machines, machine_problems
 from ftcli.runtime.errors import InputError, Problem, RunError, collect_problems
+from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.redaction import redact
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _check(recipe: Recipe, profile: Profile | None, machines: int, gpus: int) ->
 
 def _path_in_job(name: str | Path, is_shared: bool) -> str:
     """Return a file or a shipped name as the job finds it: an absolute path, or one below the current folder."""
-    path = Path(name)
+    path = user_path(name)
     if not path.is_file():
         return str(name)
     return str(path.absolute()) if is_shared else _path_in_claim(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,3 +306,26 @@ def token_problems(folder: Path, new_tokens: Sequence[str]) -> list[Problem]:
     missing = [token for token in new_tokens if token not in numbers]
     what = f"it has no {missing[0]}" if missing else f"its order is {', '.join(stored)}"
     return [Problem(f"model.new_tokens: {file} has other tokens than the recipe: {what}", hint=hint)]
+
+
+def check_token_rows(folder: Path, rows: Mapping[str, Sequence[int]]) -> None:
+    """Check that the trained rows of tokens in an adapter are those of the run, which has them in the same order.
+
+    Args:
+        folder: The folder of the adapter.
+        rows: Rows that the run trains, by name of the module.
+
+    Raises:
+        InputError: The adapter has other rows.
+    """
+    file = folder / "adapter_config.json"
+    stored = (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}).get("trainable_token_indices")
+    lists = (list(stored.values()) if isinstance(stored, dict) else [stored]) if stored else []
+    differing = [(before, list(now)) for before in lists for now in rows.values() if before != list(now)]
+    if differing:
+        before, here = (shortened(str(ids), 100) for ids in differing[0])
+        raise InputError(
+            f"model.new_tokens: {file} has the rows {before} of the embeddings, but those of the recipe's new tokens "
+            f"are {here}",
+            hint="give the tokens of that adapter in their order, and the tokenizer of its base model",
+        )

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.models.adapter_folder import token_problems
+from ftcli.models.adapter_folder import check_token_rows, token_problems
 from ftcli.models.structure import base_model_of, embeddings_and_head
 from ftcli.runtime.errors import InputError, Problem, shortened
 from ftcli.runtime.patches import declare
@@ -91,8 +91,8 @@ def add_adapter(
     from peft import LoraConfig, get_peft_model
 
     from ftcli.data.revisions import is_on_hub
-    from ftcli.models.adapter_folder import check_labels, has_label_names
     from ftcli.models.adapter_targets import Names, check_adapted, check_unadaptable, outermost, refused
+    from ftcli.models.module_names import endings_for_peft
     from ftcli.models.new_tokens import new_token_rows
     from ftcli.models.precision import trained_dtype
     from ftcli.models.unreached import unreached_parts
@@ -103,7 +103,7 @@ def add_adapter(
     left_out = [*section.exclude_modules, *unreached_parts(model, recipe)]
     excluded = _suffix_pattern([*saved_modules, *left_out, *names.unadaptable])
     check_unadaptable(names, section)
-    parameters = names.target_parameters(section)
+    parameters, token_rows = names.target_parameters(section), new_token_rows(model, recipe)
     config = LoraConfig(
         task_type=task_type,
         r=section.r,
@@ -113,9 +113,9 @@ def add_adapter(
         use_dora=section.use_dora,
         target_modules=_without(section.target_modules, parameters),
         target_parameters=parameters or None,
-        modules_to_save=saved_modules or None,
+        modules_to_save=endings_for_peft(saved_modules, names.modules) or None,
         exclude_modules=excluded,
-        trainable_token_indices=new_token_rows(model, recipe) or None,
+        trainable_token_indices=token_rows or None,
         revision=recipe.model.revision if is_on_hub(recipe.model.name) else None,  # of the base model
     )
     try:
@@ -138,15 +138,23 @@ def add_adapter(
             if buffer.is_floating_point():  # batch norm takes weights and statistics of one dtype only
                 setattr(module, key, buffer.to(dtype))
     folder = weights or (Path(section.path) if section.path else None)
-    config_of_base: Any = getattr(model, "config", None)
-    if folder is not None and has_label_names(config_of_base):
-        check_labels(folder, list(config_of_base.id2label.values()))
     if folder is not None:
-        if problems := token_problems(folder, recipe.model.new_tokens):
-            raise InputError(problems)
-        _check_patterns(wrapped, folder)
+        _check_folder(wrapped, folder, recipe, token_rows)
         load_adapter_weights(wrapped, folder)
     return wrapped
+
+
+def _check_folder(wrapped: Any, folder: Path, recipe: Recipe, token_rows: dict[str, list[int]]) -> None:
+    """Raise `InputError` if the adapter in a folder has other labels, tokens or patterns than that of the run."""
+    from ftcli.models.adapter_folder import check_labels, has_label_names
+
+    config: Any = getattr(base_model_of(wrapped), "config", None)
+    if has_label_names(config):
+        check_labels(folder, list(config.id2label.values()))
+    if problems := token_problems(folder, recipe.model.new_tokens):
+        raise InputError(problems)
+    _check_patterns(wrapped, folder)
+    check_token_rows(folder, token_rows)
 
 
 def _check_magnitudes(model: nn.Module) -> None:

@@ -23,11 +23,17 @@ def load_tokenizer(section: Model) -> Any:
         section: The model section of the recipe.
 
     Raises:
-        InputError: The tokenizer has neither a padding nor an end token, or a new token exists already.
+        InputError: The tokenizer has no fast version, or neither a padding nor an end token, or a new token exists.
     """
     from transformers import AutoTokenizer
 
     tokenizer = load_from_hub(AutoTokenizer, section)
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"the tokenizer of {section.name} is a {type(tokenizer).__name__}, which has no fast version, so the "
+            "tokens of a text have no known places in it",
+            hint="choose a model with a tokenizer.json",
+        )
     set_file_settings_aside(tokenizer)
     _add_tokens(tokenizer, section)
     if tokenizer.pad_token_id is None:  # masks depend on positions only, so any token can be padding

@@ -22,6 +22,7 @@ from ftcli.reports.comparison import TOLERANCES, Comparison, Curve, Tolerance, c
 from ftcli.reports.curves import draw_curves
 from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, InputError, Problem
 from ftcli.runtime.log import log_line
+from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def compare_profiles(
     settings += [] if steps is None else [f"train.max_steps={steps}"]
     loaded = load_recipe(recipe, settings)
     path = run_output(recipe, loaded)
-    folder = Path(output or path.with_name(f"{path.name}-parity"))
+    folder = user_path(output or path.with_name(f"{path.name}-parity"), "--output")
     settings, with_sizes = [item for item in settings if not item.startswith(SIZE)], settings
     if micro_sizes and settings != with_sizes:
         raise InputError(f"--micro-sizes and --set {SIZE} exclude each other", hint="keep one of the two")

@@ -107,8 +107,8 @@ def _curve_figure(runs: Sequence[RunRecord], panel: Panel, steps: Any) -> Any:
             _line(drawn, xs, smoothed, name, color=colour, line_dash=dash, width=2)
         if len(xs) < FEW_POINTS:
             drawn.scatter(x="step", y="value", source=hovered[-1].data_source, color=colour, size=6)
-    tooltips = [("run", "@run"), ("step", "@step"), ("value", "@value{0.[000000]}")]
-    drawn.add_tools(HoverTool(tooltips=tooltips, renderers=hovered, mode="mouse"))
+    tooltips = [("run", "@run"), ("step", "@step"), ("value", "@value{%.6g}")]
+    drawn.add_tools(HoverTool(tooltips=tooltips, formatters={"@value": "printf"}, renderers=hovered, mode="mouse"))
     return drawn
 
 

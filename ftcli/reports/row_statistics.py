@@ -265,7 +265,13 @@ def padding_share(
 
 
 def examples(measures: Measures, where: Any, most: int = 3) -> str:
-    """Return the numbers of the first rows of a selection, for a message: "rows 3, 17, 18, ..."."""
+    """Return the numbers of the first rows of a selection, for a message: "rows 3, 17, 18, ...".
+
+    Rows of several sources are named with their source, counted from 1.
+    """
     indices = np.flatnonzero(where)
+    if len(np.unique(measures.source)) > 1:
+        names = [f"row {measures.number[i] + 1} of source {measures.source[i] + 1}" for i in indices[:most]]
+        return f"{', '.join(names)}{', ...' if len(indices) > most else ''}"
     numbers = ", ".join(str(int(measures.number[index]) + 1) for index in indices[:most])
     return f"row {numbers}" if len(indices) == 1 else f"rows {numbers}{', ...' if len(indices) > most else ''}"

@@ -196,8 +196,12 @@ def _changed(values: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str]]
     """Yield (key, its value in each run) of keys that are not equal in all runs. A null is a key that is not set."""
     flat = [dict(_flatten(each)) for each in values]
     for key in dict.fromkeys(key for each in flat for key in each):
-        texts = [NOT_SET if each.get(key) in (None, {}) else _value(each[key]) for each in flat]
-        if len(set(texts)) > 1:
+        stated = [each.get(key) for each in flat]
+        differ = len({"" if value in (None, {}) else _json(value) for value in stated}) > 1
+        texts = [NOT_SET if value in (None, {}) else _value(value) for value in stated]
+        if differ and len(set(texts)) == 1:  # a list and a text look the same
+            texts = [NOT_SET if value in (None, {}) else _json(value) for value in stated]
+        if differ:
             yield key, [shortened(text, MOST_CELL) for text in texts]
 
 
@@ -212,11 +216,21 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _value(value: Any) -> str:
     """Return a value as a recipe would have it, on one line."""
-    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+    if isinstance(value, list) and value and all(_is_word(item) for item in value):
         return " ".join(value)
     if isinstance(value, str) and value.isprintable():
         return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return _json(value)
+
+
+def _is_word(value: Any) -> bool:
+    """Return whether a value is a text without spaces and line breaks."""
+    return isinstance(value, str) and value.isprintable() and " " not in value
+
+
+def _json(value: Any) -> str:
+    """Return a value as JSON on one line, equal for equal values."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
 
 
 def _curves(runs: Sequence[RunRecord]) -> Table:

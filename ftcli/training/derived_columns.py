@@ -130,7 +130,8 @@ def _same_splits(run: Run, folder: Path, weights: Path) -> list[str]:
         }
         same = [split for split in now if lengths[split] <= {now[split][1]}]
     else:
-        same = [split for split in now if parts["rows"].get(split) == now[split]]
+        is_same = lambda split: parts["rows"].get(split) == now[split] or not any((folder / split).glob("*.npy"))  # noqa: E731
+        same = [split for split in now if is_same(split)]
     if "eval" in now and "eval" not in same:
         raise InputError(
             f"the evaluation rows are not those of the run of {weights}, so their derived columns are not known: "

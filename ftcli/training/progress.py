@@ -135,11 +135,14 @@ def _check_newest(run: Run) -> None:
     torch has one value of each setting. `prepare` sets both for the newest run.
     """
     if run.settings.is_replaced():
-        raise RunError(
+        what = (
             "another run was prepared in this process since, which changed settings of Accelerate and torch that this "
-            "run trains with. Save this run by ftcli.save_checkpoint(run, run.position), and prepare it again with "
-            "resume=CHECKPOINT"
+            "run trains with"
         )
+        if run.record is not None and run.folder is None:
+            raise RunError(f"{what}, and has its folder: prepare this run again with another output")
+        how = "Save this run by ftcli.save_checkpoint(run, run.position), and prepare it again with resume=CHECKPOINT"
+        raise RunError(f"{what}. {how}")
 
 
 def gather_cursors(run: Run, step: int) -> list[list[int]] | None:

@@ -183,6 +183,26 @@ def test_second_stage_with_the_new_tokens_in_another_order_is_refused(inputs: Pa
             refuse(recipe(inputs, new_tokens=NEW[::-1], adapter=again))
 
 
+def test_second_stage_with_trained_rows_of_other_tokens_is_refused(inputs: Path, tmp_path: Path) -> None:
+    trained(recipe(inputs, new_tokens=NEW, adapter=LORA), tmp_path / "run")
+    file = tmp_path / "run" / "final" / "adapter_config.json"
+    values = json.loads(file.read_text())
+    again = recipe(inputs, new_tokens=NEW, adapter=LORA | {"path": str(file.parent)})
+    for change in (lambda rows: rows[::-1], lambda rows: [5, 7]):  # plain peft has any order, and trains known tokens
+        rows = {name: change(rows) for name, rows in values["trainable_token_indices"].items()}
+        file.write_text(json.dumps(values | {"trainable_token_indices": rows}))
+        with pytest.raises(InputError, match="has the rows .* embeddings, but those of the recipe's new tokens are"):
+            prepare(again, cpu=True)
+
+
+def test_modules_to_save_are_those_whose_last_part_is_the_name(inputs: Path) -> None:
+    run = prepare(recipe(inputs, adapter=LORA | {"modules_to_save": ["norm"]}), cpu=True)
+    saved = {
+        name.partition(".modules_to_save")[0] for name, p in run.model.named_parameters() if "modules_to_save" in name
+    }
+    assert saved == {"base_model.model.model.norm"}  # peft's own rule finds input_layernorm, too
+
+
 def save_adapter(folder: Path, inputs: Path) -> Path:
     """Write an adapter as peft alone does."""
     from peft import LoraConfig, get_peft_model

@@ -6,7 +6,6 @@ functions, so that `ftcli check` stays light.
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,16 +14,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.data.assets.catalogue import asset_path
 from ftcli.data.hub_streams import open_hub, source_commit
-from ftcli.data.paths import FORMATS
 from ftcli.data.sources import first_columns, rename_columns, require_columns, require_file
 from ftcli.data.streaming.lanes import BadRow, Corpus, assign_files, bad_rows_error, open_corpus
 from ftcli.data.streaming.line_reader import COMPRESSED, read_lines, require_size, suffix_of
-from ftcli.data.streaming.remote_files import file_system, is_address, is_folder, is_pattern, list_address
+from ftcli.data.streaming.remote_files import file_system, is_address, is_folder, is_pattern
+from ftcli.data.streaming.source_files import format_of, list_files, local_files, require_one_format
 from ftcli.data.text_files import READERS, EmptyLine
 from ftcli.runtime.errors import InputError, RowError, RunError
-from ftcli.runtime.reader_errors import first_line, user_path
+from ftcli.runtime.reader_errors import first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -34,43 +32,6 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 256  # rows of a stream for its format and its preview
 USUAL_FILES = 8  # number of files that suits the usual numbers of processes
-
-
-def format_of(name: str) -> str | None:
-    """Return the name of a file's format in `datasets`, ignoring the suffix of a compression; None if unknown."""
-    return FORMATS.get(suffix_of(name))
-
-
-def local_files(source: Source) -> list[str] | None:
-    """Return the local files of a source, sorted by name.
-
-    Args:
-        source: A source whose path is a file, a pattern, a folder, an address or a name on the hub.
-
-    Returns:
-        Paths of the files; None for an address or a name on the hub.
-
-    Raises:
-        InputError: There is no such file, or the files have several formats.
-    """
-    name = source.path
-    if is_address(name):
-        return None
-    path = asset_path(name) if name.startswith("asset:") else user_path(name)
-    if path.is_dir():
-        files = sorted(str(file) for file in path.rglob("*") if file.is_file() and format_of(file.name))
-        if not files:
-            raise InputError(f"{path.absolute()} contains no data files", hint=f"known: {', '.join(FORMATS)}")
-    elif glob.has_magic(str(path)):
-        files = sorted(file for file in glob.glob(str(path), recursive=True) if os.path.isfile(file))
-        if not files:
-            raise InputError(f"no file matches {path.absolute()}", hint="a relative path starts at the current folder")
-    elif path.exists() or format_of(name) or name.startswith((".", "/", "~", "asset:")):
-        files = [str(path)]
-    else:
-        return None
-    _require_one_format(files, name)
-    return files
 
 
 def check_corpus(source: Source, columns: Mapping[str, str], *, most_bad: int = 0) -> None:
@@ -94,30 +55,8 @@ def check_corpus(source: Source, columns: Mapping[str, str], *, most_bad: int = 
             raise InputError(f"{source.path} has no rows", hint="give a file with at least one row")
     elif is_address(source.path):
         if not is_pattern(source.path) and not is_folder(source.path):
-            _require_one_format([source.path], source.path)
+            require_one_format([source.path], source.path)
         file_system(source.path)
-
-
-def list_files(source: Source) -> tuple[list[str], list[int | None]] | None:
-    """List the files of a source, which may be an address.
-
-    Args:
-        source: The source.
-
-    Returns:
-        (files, their sizes in bytes); None for a name on the hub. A size is None if the server does not send it.
-
-    Raises:
-        InputError: There is no such file, or the files have several formats.
-    """
-    files = local_files(source)
-    if files is not None:
-        return files, [os.path.getsize(file) for file in files]
-    if not is_address(source.path):
-        return None
-    files, sizes = list_address(source.path, format_of)
-    _require_one_format(files, source.path)
-    return files, sizes
 
 
 def corpus_digest(source: Source) -> Any:
@@ -327,23 +266,11 @@ def describe_stream(recipe: Recipe, processes: int) -> tuple[dict[str, str], lis
     return facts, []
 
 
-def _require_one_format(files: list[str], name: str) -> None:
-    """Raise `InputError` if a file has no known format, or if files have different formats."""
-    kinds = {format_of(file) for file in files}
-    if None in kinds:
-        known = ", ".join(FORMATS)
-        other = next(file for file in files if format_of(file) is None)
-        raise InputError(f"{other} has no known data format", hint=f"known: {known}, also with {', '.join(COMPRESSED)}")
-    if len(kinds) > 1:
-        names = ", ".join(sorted(map(str, kinds)))
-        raise InputError(f"{name} has files of several formats: {names}", hint="select one with a pattern: *.jsonl")
-
-
 def _open_files(files: list[str]) -> IterableDataset:
     """Open files as a streamed data set of `datasets`."""
     from datasets import load_dataset
 
     kind = format_of(files[0])
-    assert kind is not None  # `_require_one_format` has checked it
+    assert kind is not None  # `require_one_format` has checked it
     absolute = [file if is_address(file) else os.path.abspath(file) for file in files]
     return load_dataset(kind, data_files=absolute, split="train", streaming=True)

@@ -13,8 +13,10 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta, timezone
+from email.utils import parsedate_to_datetime
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftcli.data.text_files import ONE_A_LINE, PLAIN, EmptyLine, Layout, UnreadableRow, parse_rows, reader_of
 from ftcli.runtime.errors import InputError, RowError, RunError
@@ -27,7 +29,18 @@ FIRST_WAIT = 1.0  # seconds before the first retry; each further retry waits twi
 TRUNCATED = "Truncated compressed stream"  # pyarrow's message, an OSError like all others of pyarrow
 
 Row = dict[str, Any]
-_versions: dict[str, tuple[str | None, str | None]] = {}  # address -> what its first answer said of its version
+
+
+class _Version(NamedTuple):
+    """What an answer of a server says of the version of a file; None: nothing."""
+
+    modified: datetime | None
+    tag: str | None
+    answered: datetime | None
+
+
+OWN_TIME = timedelta(seconds=10)  # a modification so shortly before an answer may be the time of the answer itself
+_versions: dict[str, _Version] = {}  # address -> what its first answer said of its version
 
 
 def suffix_of(name: str) -> str:
@@ -195,14 +208,39 @@ def _check_version(name: str, headers: Any) -> None:
     """Raise `RunError` if the file behind an address is not the one that this process has opened before.
 
     ETags may differ between servers of the same file, and some servers send the time of the answer as that of the
-    modification, so both have to differ.
+    modification, so both have to differ. A modification after the first answer is one of the file that was read.
     """
-    modified, tag = headers.get("Last-Modified"), headers.get("ETag")
-    found = (None if modified == headers.get("Date") else modified, None if tag is None else tag.removeprefix("W/"))
-    before = _versions.setdefault(name, found)
-    pairs = [(then, now) for then, now in zip(before, found, strict=True) if then is not None and now is not None]
-    if pairs and all(then != now for then, now in pairs):
+    now = _version_of(headers)
+    first = _versions.setdefault(name, now)
+    differs = []
+    if now.modified is not None and first.modified is not None:
+        differs.append(now.modified != first.modified)
+    elif now.modified is not None and first.answered is not None:
+        differs.append(now.modified > first.answered)
+    if now.tag is not None and first.tag is not None:
+        differs.append(now.tag != first.tag)
+    if differs and all(differs):
         raise RunError(f"{name} was replaced since the run began: a stream's files must not change")
+
+
+def _version_of(headers: Any) -> _Version:
+    """Return what the headers of an answer say. The time of the answer itself says nothing of a modification."""
+    modified, answered = (_time_of(headers.get(key)) for key in ("Last-Modified", "Date"))
+    if modified is not None and answered is not None and timedelta(0) <= answered - modified <= OWN_TIME:
+        modified = None
+    tag = headers.get("ETag")
+    return _Version(modified, None if tag is None else tag.removeprefix("W/"), answered)
+
+
+def _time_of(header: str | None) -> datetime | None:
+    """Return the time in a header; None without one, or if it cannot be read."""
+    try:
+        time_of_header = None if header is None else parsedate_to_datetime(header)
+    except ValueError:
+        return None
+    if time_of_header is not None and time_of_header.tzinfo is None:
+        return time_of_header.replace(tzinfo=timezone.utc)
+    return time_of_header
 
 
 def _opened_address(name: str) -> Any:

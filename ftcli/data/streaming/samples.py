@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ftcli.data.cache_key import file_state
-from ftcli.data.streaming.corpus import local_files
+from ftcli.data.streaming.source_files import local_files
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe

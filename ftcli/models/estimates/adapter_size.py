@@ -6,7 +6,7 @@ Modules are matched by their names, as `models/adapters.py` matches those of the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ftcli.models.adapter_targets import ALL_LINEAR, is_named
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 OUTSIDE_LAYERS = ("embed", "wte", "wpe", "lm_head")  # parts of the names of matrices without an adapter
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared")  # endings of the names of embeddings
 HEADS = ("lm_head", "embed_out", "output")  # those of heads, which are not stored if they are tied
-PREFIXES = ("", "model.", "transformer.")  # which files of a model may lack, and names in a pattern have
+# The first parts of a module's name may differ between the files and the model, and between versions of transformers.
+PREFIXES = ("", "model.", "transformer.", "model.language_model.")
+STORED_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "transformer.", "model.")
+OTHER_TOWERS = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector")
 TRANSPOSED = ("c_attn", "c_proj", "c_fc")  # GPT-2 stores [inputs, outputs]
 
 
@@ -44,17 +47,22 @@ def count_adapter(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> int:
         shapes: The shape of each weight of the model by name.
     """
     section, count, tables = recipe.adapter, 0, 0
-    table = next((math.prod(size) for name, size in shapes.items() if _is_one(name.rpartition(".")[0], EMBEDDINGS)), 0)
-    heads = [ending for ending in section.modules_to_save if ending in HEADS]
-    if heads and not any(is_in(name, heads) for name in shapes):
-        count += table  # a tied head gets a copy of its own, and others may be stored under another name
-    matches = any(_is_target(recipe, name.rpartition(".")[0], name, size) for name, size in shapes.items())
+    shapes = {name: size for name, size in shapes.items() if not _is_unreached(name, shapes)}
+    table = next((size for name, size in shapes.items() if _is_one(name.rpartition(".")[0], EMBEDDINGS)), ())
+    targets = {name for name, size in shapes.items() if _is_target(recipe, name, size)}
+    if table and not any(is_in(name, HEADS) for name in shapes):  # tied: a head of its own gets a copy
+        if any(ending.rpartition(".")[2] in HEADS for ending in section.modules_to_save):
+            count, tables = math.prod(table), table[1]
+        elif any(is_named(section, head) for head in HEADS):
+            count = section.r * sum(table) + (table[0] if section.use_dora else 0)
+    if not targets and not count:
+        targets = {name for name, size in shapes.items() if is_inside(name, size)}
     for name, size in shapes.items():
         module = name.rpartition(".")[0]
-        if is_in(module, section.modules_to_save):
+        if _is_inside_any(module, section.modules_to_save):
             count += math.prod(size)
-        elif _is_target(recipe, module, name, size) if matches else is_inside(name, size):
-            outputs = size[1] if _is_one(module, TRANSPOSED) else size[0]
+        elif name in targets:
+            outputs = size[1] if _is_one(module, (*TRANSPOSED, *EMBEDDINGS)) else size[0]
             count += section.r * sum(size) + (outputs if section.use_dora else 0)
         if recipe.model.new_tokens and _is_one(module, (*EMBEDDINGS, *HEADS)) and len(size) == 2:
             tables += size[1]
@@ -92,14 +100,31 @@ def named_matrices(shape: Shape) -> dict[str, tuple[int, int]]:
     return layers | ({f"{name}.weight": table for name in tables} if shape.vocabulary else {})
 
 
-def _is_target(recipe: Recipe, module: str, name: str, size: Sequence[int]) -> bool:
+def _is_unreached(name: str, names: Iterable[str]) -> bool:
+    """Return whether a weight belongs to a part of a model with a language model that rows of text do not reach."""
+    is_other = any(part in OTHER_TOWERS for part in name.split("."))
+    return is_other and any("language_model." in other for other in names)
+
+
+def _is_target(recipe: Recipe, name: str, size: Sequence[int]) -> bool:
     """Return whether a weight is a matrix of a module that gets an adapter."""
-    section = recipe.adapter
-    if len(size) != 2 or not name.endswith(".weight") or _is_one(module, section.exclude_modules):
+    section, module = recipe.adapter, name.rpartition(".")[0]
+    if len(size) != 2 or not name.endswith(".weight") or _is_inside_any(module, section.exclude_modules):
         return False
     if str(section.target_modules).lower() == ALL_LINEAR:
         return is_inside(name, size)
-    return any(is_named(section, prefix + module) for prefix in PREFIXES)
+    return any(is_named(section, name) for name in _possible_names(module))
+
+
+def _possible_names(module: str) -> list[str]:
+    """Return the names that a module of the files may have in the model."""
+    prefix = next((prefix for prefix in STORED_PREFIXES if module.startswith(prefix)), "")
+    return [module, *(other + module.removeprefix(prefix) for other in PREFIXES)]
+
+
+def _is_inside_any(module: str, endings: Sequence[str]) -> bool:
+    """Return whether a module of the files, or one around it, has a name with one of the endings."""
+    return any(is_in(name, endings) for name in _possible_names(module))
 
 
 def _is_one(module: str, endings: Sequence[str]) -> bool:

@@ -21,6 +21,7 @@ from ftcli.reports.tracing.verdict import Remedy, Setting, slowest, verdict
 from ftcli.runtime.errors import EXIT_DONE, InputError
 from ftcli.runtime.failures import failure_records
 from ftcli.runtime.installed import is_installed
+from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def trace(
     if trust_remote_code:
         config = with_consent(config, trusted=True)
     own = run_output(recipe if isinstance(recipe, str | Path) else config.task, config)
-    folder = RunFolder(output or own.with_name(f"{own.name}-trace"))
+    folder = RunFolder(user_path(output or own.with_name(f"{own.name}-trace"), "--output"))
     hardware = None if profile is None else load_profile(profile)
     code = EXIT_DONE
     try:

@@ -55,7 +55,8 @@ def label_index(label: Any, labels: list[str], *, listed: bool = False) -> int:
     shown = name if INTEGER.fullmatch(name) else repr(name)
     reason = LIST_LABELS_HINT if shown == name else "no training row has it"  # its rows may be held out
     hint = nearest(name, labels) or ("" if listed else f"({reason})")
-    raise RowError(f"label {shown} is not one of: {known} {hint}".rstrip())
+    separator = "" if not hint else " " if hint.startswith("(") else "; "
+    raise RowError(f"label {shown} is not one of: {known}{separator}{hint}")
 
 
 def count_labels(rows: Dataset, labels: list[str]) -> dict[str, int]:

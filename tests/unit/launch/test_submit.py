@@ -6,6 +6,7 @@ The jobs themselves run in tests/slurm, which has a target of its own.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,26 @@ def test_submit_for_kubernetes_starts_one_pod_per_machine_and_again_after_75() -
         "exec ftcli train recipe.yaml --profile fsdp --num-processes 6 --output runs/recipe --resume auto" in commands
     )
     assert "--main-process-ip recipe-0.recipe" in commands
+
+
+def test_submit_for_kubernetes_keeps_dollar_signs_of_values() -> None:
+    text = "evaluate.generate.prompts=['Solve $$x$$ for $(HOSTNAME)']"
+    spec = kubernetes_objects(profile="fsdp", nodes=2, gpus_per_node=1, overrides=[text])["Job"]["spec"]
+    (commands,) = spec["template"]["spec"]["containers"][0]["args"]
+    found = re.sub(
+        r"\$(\$|\(\w+\))", lambda match: "$" if match[1] == "$" else "of the pod", commands
+    )  # as Kubernetes does
+    assert found.count("$$x$$ for $(HOSTNAME)") == 2
+    assert '"$JOB_COMPLETION_INDEX"' in found and "${machine[@]}" in found
+
+
+def test_submit_for_kubernetes_refuses_a_profile_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    with pytest.raises(InputError, match="two.yaml is outside of the current folder"):
+        kubernetes_objects(profile="~/two.yaml")
 
 
 def test_submit_for_kubernetes_refuses_files_outside_of_the_folder(tmp_path: Path, folder: Path) -> None:

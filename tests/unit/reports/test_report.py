@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import ftcli
+from ftcli.reports.report_charts import draw_charts
 from ftcli.reports.report_samples import draw_samples
 from ftcli.reports.run_record import read_runs
+from ftcli.reports.run_series import find_panels
 from ftcli.runtime.errors import InputError
 
 from ...support.run_folders import FOLDERS, MARKUP, SCRIPT, change_rows, copy_run, hostile_run
@@ -132,3 +134,13 @@ def test_draw_samples_has_a_row_for_each_evaluation_and_a_column_for_each_run(tm
     assert "Answers" in heading and "user: gamma" in second and "Expected: right" in first
     assert first.count("<th>") == 3 and first.count("<tr>") == 4 and "&lt;b&gt;bold" in first
     assert list(draw_samples(runs[2:])) == []
+
+
+def test_curves_show_small_values_at_the_pointer() -> None:
+    (run,) = read_runs([FOLDERS / "sft"])
+    panels, _ = find_panels([run])
+    figures, _ = draw_charts([run], [panel for panel in panels if panel.key == "learning_rate"])
+    (tool,) = [tool for tool in figures["learning_rate"].tools if hasattr(tool, "tooltips")]
+    form = dict(tool.tooltips)["value"].removeprefix("@value{").removesuffix("}")
+    assert tool.formatters == {"@value": "printf"}
+    assert [float(form % value) for value in (5e-7, 1.5e-8, -2e-7, 7.25)] == [5e-7, 1.5e-8, -2e-7, 7.25]

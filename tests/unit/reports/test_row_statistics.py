@@ -11,6 +11,7 @@ from ftcli.reports.row_statistics import (
     count_contradictions,
     count_duplicates,
     count_overlap,
+    examples,
     histogram,
     measure,
     padding_share,
@@ -64,6 +65,14 @@ def test_duplicates_are_rows_with_the_same_tokens_in_the_same_places() -> None:
     statistics = measure(rows_of(same, moved, same, longer, same), VOCABULARY)
     repeated, copies = count_duplicates(statistics)
     assert repeated == 2 and copies.tolist() == [0, 2, 4]
+
+
+def test_examples_of_several_sources_name_them() -> None:
+    one = {"input_ids": [0, 3], "trained": [False, True], "items": 1}
+    rows = [one | {"source": source, "row": 7, "id": source} for source in range(2)]
+    both = np.array([True, True])
+    assert examples(measure(Dataset.from_list(rows), VOCABULARY), both) == "row 8 of source 1, row 8 of source 2"
+    assert examples(measure(Dataset.from_list(rows[:1]), VOCABULARY), both[:1]) == "row 8"
 
 
 def test_row_statistics_with_a_row_that_its_source_repeats_is_no_duplicate() -> None:

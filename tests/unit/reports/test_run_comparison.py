@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 
 import ftcli
 from ftcli.reports.run_summary import show_run
@@ -148,3 +149,17 @@ def test_show_run_of_rows_with_text_and_nan_draws_the_rest(tmp_path: Path) -> No
     change_rows(run, {0: {"loss": "x", "train/a/loss": "y"}, 1: {"eval/loss": "z"}, 4: {"loss": math.nan}})
     lines = list(show_run(run))
     assert "loss     5.3462 at step 2, nan at step 3" in lines and not [line for line in lines if "train/a" in line]
+
+
+def test_compare_runs_finds_texts_that_only_look_equal(tmp_path: Path) -> None:
+    folders = []
+    for number, prompts in enumerate((["a b", "c"], ["a", "b c"], "a b c", ["a\nb"])):
+        folder = copy_run("sft", tmp_path / str(number))
+        values = yaml.safe_load((folder / "recipe.yaml").read_text())
+        values["evaluate"]["generate"]["prompts"] = prompts
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+        folders.append(folder)
+    shown = dict(ftcli.compare_runs(*folders).differences["recipe"])["evaluate.generate.prompts"]
+    assert shown == ['["a b", "c"]', '["a", "b c"]', "a b c", '["a\\nb"]']
+    again = copy_run("sft", tmp_path / "again")
+    assert ftcli.compare_runs(FOLDERS / "sft", again).differences["recipe"] == []

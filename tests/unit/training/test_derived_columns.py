@@ -143,8 +143,15 @@ def test_task_that_derives_no_column_trains(inputs: Path, tmp_path: Path) -> Non
         "from ftcli.tasks.sft import Options\nfrom ftcli.tasks.sft import Task as Sft\n\n\n"
         "class Task(Sft):\n    def derive(self, model, batch):\n        return {}\n"
     )
-    recipe = cell(inputs, "sft-tied", task=str(tmp_path / "none.py"), train={"max_steps": 2})
+    rows = (inputs / "chats.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "eval.jsonl").write_text("".join(rows[30:]))
+    data = {"train": str(inputs / "chats.jsonl"), "eval": str(tmp_path / "eval.jsonl"), "max_length": 128}
+    recipe = cell(inputs, "sft-tied", task=str(tmp_path / "none.py"), train={"max_steps": 2}, data=data)
     assert len(list(steps(prepare(recipe, cpu=True)))) == 2
+    train(run := prepare(recipe, cpu=True, output=tmp_path / "run"))
+    before = evaluate(run)["loss"]
+    (tmp_path / "eval.jsonl").write_text("".join(rows[:29:-1]))  # no columns that could belong to other rows
+    assert evaluate(prepare(recipe, cpu=True, weights=tmp_path / "run" / "final"))["loss"] == pytest.approx(before)
 
 
 def test_add_columns_of_other_weights_is_refused_on_resume(inputs: Path) -> None:

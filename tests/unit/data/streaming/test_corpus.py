@@ -22,10 +22,9 @@ from ftcli.data.streaming.corpus import (
     corpus_digest,
     describe_stream,
     first_rows,
-    list_files,
-    local_files,
     open_source,
 )
+from ftcli.data.streaming.source_files import list_files, local_files
 from ftcli.launch.preflight import check_inputs
 from ftcli.runtime.errors import InputError, RunError
 from ftcli.testing import save_hollow
@@ -61,6 +60,21 @@ def recipe(data: dict[str, Any], **changes: Any) -> Recipe:
 def test_local_files_with_a_folder_and_a_pattern_name_their_files(folder: Path, path: str) -> None:
     files = local_files(Source(path=path))
     assert files is not None and [Path(file).name for file in files] == [f"{n}.jsonl" for n in range(4)]
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}/"])
+def test_list_files_of_a_folder_leaves_hidden_files_out(form: str, folder: Path) -> None:
+    for hidden in (".ipynb_checkpoints/0-checkpoint.jsonl", ".Trash-0/old.jsonl", "._0.jsonl"):
+        write(folder / ".data" / hidden, 2)
+    write(folder / ".data" / "deep" / "0.jsonl", 3)  # the folder that was named may be hidden itself
+    listed = list_files(Source(path=form.format(folder / ".data")))
+    assert listed is not None and [Path(file).name for file in listed[0]] == ["0.jsonl"]
+
+
+def test_local_files_of_a_folder_with_a_suffix_in_upper_case_are_refused(folder: Path) -> None:
+    write(folder / "data" / "MORE.JSONL", 2)
+    with pytest.raises(InputError, match=r"MORE.JSONL: the suffix is in upper case"):
+        local_files(Source(path="data"))
 
 
 def test_list_files_of_a_name_without_local_files_is_on_the_hub(folder: Path) -> None:

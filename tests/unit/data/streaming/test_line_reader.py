@@ -7,7 +7,9 @@ import gzip
 import json
 import lzma
 import socket
+import time
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -224,11 +226,18 @@ def test_answer_that_ends_early_without_a_length_continues_where_it_stopped(
         ({"ETag": ["a"]}, False),
         ({"ETag": ["a", "W/a"]}, False),
         ({"Last-Modified": ["Mon, 01 Jan 2024 00:00:00 GMT", "Tue, 02 Jan 2024 00:00:00 GMT"], "ETag": ["a"]}, False),
+        # The time of the answer, which was slow. A file that was uploaded just before the first answer, and replaced.
+        ({"Last-Modified": [-1, -2]}, False),
+        ({"Last-Modified": [0, 3600]}, True),
+        ({"Last-Modified": [0, -3600]}, False),
+        ({"Last-Modified": ["never", "Tue, 02 Jan 2024 00:00:00 GMT"]}, False),
     ],
 )
 def test_rest_of_a_file_that_was_replaced_meanwhile_is_refused(
-    versions: dict[str, list[str]], is_replaced: bool, address: str, monkeypatch: pytest.MonkeyPatch
+    versions: dict[str, list[Any]], is_replaced: bool, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    at = lambda seconds: formatdate(time.time() + seconds, usegmt=True)  # noqa: E731
+    versions = {name: [at(v) if isinstance(v, int) else v for v in values] for name, values in versions.items()}
     monkeypatch.setattr(line_reader, "FIRST_WAIT", 0.001)
     for name, value in {"breaks": 1, "requests": 0, "versions": versions}.items():
         monkeypatch.setattr(Breaks, name, value)

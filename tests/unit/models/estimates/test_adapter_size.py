@@ -35,8 +35,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"modules_to_save": ["lm_head"]}, {}),
         ({"modules_to_save": ["mlp"]}, {}),
         ({}, {"new_tokens": ["<a>", "<b>"]}),
+        ({"exclude_modules": ["mlp"]}, {}),
+        ({"exclude_modules": ["layers.0"], "target_modules": ["q_proj", "v_proj"]}, {}),
+        ({"target_modules": ["lm_head", "q_proj"]}, {}),
+        ({"target_modules": ["lm_head"]}, {}),
+        ({"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}, {}),
     ],
-    ids=["all", "names", "pattern", "dora", "saved", "head", "part", "tokens"],
+    ids=[
+        *("all", "names", "pattern", "dora", "saved", "head", "part", "tokens", "without MLPs", "without a layer"),
+        *("adapted head", "only the head", "adapted embeddings"),
+    ],
 )
 def test_weights_of_an_adapter_are_counted_by_the_names_of_its_modules(
     base: str, adapter: dict[str, Any], model: dict[str, Any], inputs: Path
@@ -58,3 +66,27 @@ def test_names_in_a_pattern_may_have_a_prefix_that_files_lack() -> None:
     pattern = {"target_modules": r"transformer\.h\.\d+\.attn\.c_attn", "type": "lora", "r": 2, "use_dora": True}
     recipe = Recipe.model_validate(minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter=pattern))
     assert count_adapter(recipe, shapes) == 2 * (8 + 24) + 24  # DoRA: one magnitude for each output
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        ({"modules_to_save": ["transformer.wte"], "target_modules": ["c_attn"]}, 2 * 2 * (8 + 24) + 50 * 8),
+        ({"exclude_modules": ["transformer.h.0"], "target_modules": ["c_attn"]}, 2 * (8 + 24)),
+        ({"modules_to_save": ["transformer.h.0.mlp"], "target_modules": ["c_attn"]}, 2 * 2 * (8 + 24) + 8 * 32),
+    ],
+)
+def test_names_in_a_list_may_have_a_prefix_that_files_lack(adapter: dict[str, Any], expected: int) -> None:
+    shapes = {f"h.{layer}.attn.c_attn.weight": (8, 24) for layer in range(2)} | {"wte.weight": (50, 8)}
+    shapes["h.0.mlp.c_fc.weight"] = (8, 32)
+    values = minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter=adapter | {"type": "lora", "r": 2})
+    assert count_adapter(Recipe.model_validate(values), shapes) == expected
+
+
+def test_language_model_inside_of_another_model_is_counted_without_the_towers_that_text_does_not_reach() -> None:
+    shapes = {"language_model.model.layers.0.self_attn.q_proj.weight": (8, 8)}
+    shapes |= {"vision_tower.layers.0.self_attn.q_proj.weight": (4, 4)}
+    for names in (["q_proj"], r"model\.language_model\.layers\.\d+\.self_attn\.q_proj", "all-linear"):
+        adapter = {"type": "lora", "r": 2, "target_modules": names}
+        recipe = Recipe.model_validate(minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter=adapter))
+        assert count_adapter(recipe, shapes) == 2 * (8 + 8), names

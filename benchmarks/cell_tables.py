@@ -25,11 +25,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from cells.cell import CLASSIFIERS  # noqa: E402
 from cells.curves import REFERENCES, apart, gpu_of, judged, read, within  # noqa: E402
 from cells.goals import COMPARED, EXTRAS, PLAIN, RUN, SPEED, judge, nearest  # noqa: E402
 
 BEGIN, END = "<!-- speed tables: begin -->", "<!-- speed tables: end -->"
 LONG = 200  # steps of a long run
+SHORTEST = 1024  # tokens of the shortest rows of a language model in the first table
 PATCHES = "patches"  # label of lines that leave out a patch, and of lines that are measured for comparison with them
 LADDERS = {"ladder": PLAIN, "ladder, extras": EXTRAS}  # label of lines that differ in one setting -> their base line
 SPEEDS = ["tokens/s a GPU", "trained", "rows/s a GPU", "of the reference", "MFU"]
@@ -219,12 +221,13 @@ def goals(lines: list[dict[str, Any]]) -> list[str]:
 def summary(cells: list[list[dict[str, Any]]]) -> list[str]:
     """Return one table with a line of ftcli for each cell and kind of GPU: the fastest of its newest lines.
 
-    Lines that are spoiled, that differ from the reference's curve, or that train in fp8 are left out.
+    Lines that are spoiled, that differ from the reference's curve, or that train in fp8 are left out. So are language
+    models with rows so short that the host limits every step.
     """
     head = ["cell", "GPU", "flash-attn 4", "label", "tokens/s per GPU", "MFU", "median step, ms", "GiB"]
     head += ["first step, s", "day"]
     rows = [head, ["---"] * len(head)]
-    for cell in cells:
+    for cell in filter(is_whole_size, cells):
         ours = [line for line in without_ladder(cell) if line["peer"] == "ftcli" and "spoiled" not in line]
         ours = [line for line in ours if "precision=fp8" not in line["settings"] and line.get("agrees", True)]
         slowest_first = sorted(ours, key=lambda line: float(line[SPEED]))
@@ -245,6 +248,11 @@ def summary(cells: list[list[dict[str, Any]]]) -> list[str]:
                 ]
             )
     return [*markdown(rows), ""]
+
+
+def is_whole_size(cell: list[dict[str, Any]]) -> bool:
+    """Return whether a cell is more than a language model with rows so short that the host limits every step."""
+    return cell[0]["task"] in CLASSIFIERS or cell[0]["length"] >= SHORTEST
 
 
 def share_of_peak(line: dict[str, Any]) -> str:
@@ -319,7 +327,7 @@ def main() -> None:
     lines = judged([line for line in every if line["label"] != PATCHES])
     cells = cells_of(lines)
     left_out = patches(every)
-    plots = [] if arguments.plots is None else draw(cells, arguments.plots)
+    plots = [] if arguments.plots is None else draw(list(filter(is_whole_size, cells)), arguments.plots)
     parts = [*goals(lines), *(row for cell in cells for row in table(cell, lines)), *ladder(cells, lines)]
     parts += [*left_out, *plots, *versions(lines)]
     text = "\n".join(parts)

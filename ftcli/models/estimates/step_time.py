@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ftcli.config.profile import ShardCounts
     from ftcli.config.recipe import Recipe
     from ftcli.models.estimates.shape import ModelSize, Shape
+    from ftcli.models.estimates.step_work import Work
     from ftcli.runtime.gpus import GPU
 
 
@@ -31,9 +32,12 @@ NOT_HIDDEN = 0.65
 HOOKS_NOT_HIDDEN = 1.0  # the same where hooks inside layers gather weights: the host waits for each gather
 IDLE = 0.04  # part of a step in which no kernel runs: median of nine kernel profiles of ftcli (benchmarks/where)
 # Seconds in which the host launches the kernels of a layer that is not compiled, forward and backward, and the rest of
-# a step. From steps that wait for the host: BERT and ViT, and tiny models (docs/explanation/performance.md).
-HOST_LAYER, HOST_STEP = 1.6e-3, 7e-3
-COMPILED_HOST = 0.5  # of these seconds, for compiled layers
+# a step. From steps that wait for the host: BERT and ViT; layers of language models have gates, rotary positions and
+# more norms. Hosts differ: a step of BERT took 15 to 44 ms (docs/explanation/plan-accuracy.md).
+HOST_LAYER, HOST_GATED_LAYER, HOST_STEP = 1.6e-3, 5.2e-3, 7e-3
+COMPILED_HOST = 0.77  # of these seconds, for compiled layers
+# What hooks of a layer add that gather its weights and sum its gradients, and what adapters on its matrices add.
+HOST_FSDP, HOST_ZERO3, HOST_ADAPTER = 4.3e-3, 3.2e-3, 2.1e-3
 # The same for one pass (forward, backward or recomputation) through a layer of 4-bit weights with an adapter. From
 # eight lines of 8B QLoRA with one row, whose kernels take less time than the host.
 FOUR_BIT_PASS = 4.4e-3
@@ -98,15 +102,26 @@ def estimate_step(
     device = work.layer_flops / gpu.products[recipe.precision] + work.other_flops / other
     device += work.attention_flops / attention + work.traffic / gpu.bandwidth
     device += GRAPH_LAYER * work.host_layers * kernels.graphs
-    per_layer = 0.0 if kernels.graphs else COMPILED_HOST * HOST_LAYER if kernels.compiled else HOST_LAYER
-    launches = per_layer * work.host_layers
-    if recipe.model.quantization is not None:
-        launches = max(launches, FOUR_BIT_PASS * work.host_passes)
-    host = launches + HOST_STEP
+    host = _host_seconds(recipe, shape, shares, kernels, work)
     compute = max(device / (1 - IDLE), host) + work.updated_on_host / HOST_BANDWIDTH
     sent = work.sent / gpu.link + work.host_traffic / gpu.host_link
     has_hooks = shares.is_stage_3 and not kernels.compiled
-    exposed = max(sent - compute, (HOOKS_NOT_HIDDEN if has_hooks else NOT_HIDDEN) * sent)
+    waits = max(0.0, host - device / (1 - IDLE))  # of the device for the host, in which communication costs nothing
+    exposed = max(sent - compute, (HOOKS_NOT_HIDDEN if has_hooks else NOT_HIDDEN) * sent - waits, 0.0)
     reads_itself = recipe.data.workers == 0 and shape.patches is None
     tokens = plan.micro_size * plan.accumulation * rows.tokens
     return StepTime(compute, exposed, tokens / COLLATED if reads_itself else 0.0, sent)
+
+
+def _host_seconds(recipe: Recipe, shape: Shape, shares: ShardCounts, kernels: Kernels, work: Work) -> float:
+    """Return the seconds in which the host launches the kernels of a step."""
+    layer = HOST_GATED_LAYER if shape.has_gate else HOST_LAYER
+    layer = 0.0 if kernels.graphs else COMPILED_HOST * layer if kernels.compiled else layer
+    if shares.weights != 1:
+        layer += HOST_ZERO3 if shares.is_stage_3 else HOST_FSDP
+    if recipe.adapter.type != "none":
+        layer += HOST_ADAPTER
+    launches = layer * work.host_layers
+    if recipe.model.quantization is not None:
+        launches = max(launches, FOUR_BIT_PASS * work.host_passes)
+    return launches + HOST_STEP

@@ -143,9 +143,25 @@ def test_estimate_step_is_work_over_rates() -> None:
     assert slow.total == slow.compute + slow.data
 
 
-def test_estimate_step_of_a_tiny_model_waits_for_the_host() -> None:
-    expected = step_time.COMPILED_HOST * step_time.HOST_LAYER * 4 + step_time.HOST_STEP
-    assert time_of().compute == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("kernels", "shares", "changes", "expected"),
+    [
+        ({}, ShardCounts(), {}, 0.77 * 5.2),
+        ({"compiled": False}, ShardCounts(), {}, 5.2),
+        ({"mode": "full"}, ShardCounts(), {}, 4 / 3 * 0.77 * 5.2),
+        ({"graphs": True}, ShardCounts(), {}, 0.0),
+        ({}, ShardCounts(2, 2, 2), {}, 0.77 * 5.2 + 4.3),
+        ({"compiled": False}, ShardCounts(2, 2, 2, zero_stage=3), {}, 5.2 + 3.2),
+        ({}, ShardCounts(1, 2, 2, zero_stage=2), {}, 0.77 * 5.2),
+        ({}, ShardCounts(), {"adapter": {"type": "lora"}}, 0.77 * 5.2 + 2.1),
+    ],
+    ids=["compiled", "plain", "recomputed", "graphs", "fsdp", "zero3", "zero2", "adapter"],
+)
+def test_estimate_step_of_a_tiny_model_waits_for_the_host(
+    kernels: dict[str, Any], shares: ShardCounts, changes: dict[str, Any], expected: float
+) -> None:
+    one = time_of(shares, kernels=replace(COMPILED, **kernels), changes=changes)
+    assert 1000 * one.compute == pytest.approx(expected * 4 + 7), "two micro-batches through two layers"
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [("none", 2), ("full", 3)])
@@ -161,7 +177,12 @@ def test_estimate_step_of_a_tiny_model_in_4_bits_waits_for_the_host_in_each_pass
 
 def test_estimate_step_hides_a_part_of_communication_or_what_computation_covers() -> None:
     sent = work(ShardCounts(2, 2, 2), 2).sent
-    quick = time_of(ShardCounts(2, 2, 2), 2, link=1e9)
+    busy: dict[str, Any] = {
+        "products": {"bf16": 1e6, "fp32": 1e6},
+        "bandwidth": 1e7,
+    }  # the device is slower than the host
+    quick = time_of(ShardCounts(2, 2, 2), 2, link=1e9, **busy)
     assert quick.sent == sent / 1e9 and quick.communication == pytest.approx(step_time.NOT_HIDDEN * quick.sent)
+    assert time_of(ShardCounts(2, 2, 2), 2, link=1e9).communication == 0, "the device waits for the host meanwhile"
     slow = time_of(ShardCounts(2, 2, 2), 2, link=1e3)
     assert slow.communication == pytest.approx(sent / 1e3 - slow.compute)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.models.architectures import EXPERT_MODULES
-from ftcli.models.module_names import ends_with, is_in
+from ftcli.models.module_names import ends_with, is_in, is_saved
 from ftcli.models.structure import base_model_of, full_shape
 from ftcli.models.unadaptable import find_unadaptable
 from ftcli.runtime.errors import InputError, Problem, nearest, shortened
@@ -152,7 +152,8 @@ def outermost(names: Names, endings: list[str]) -> list[str]:
     Raises:
         InputError: A name matches such a part and other modules too.
     """
-    matches = {ending: [name for name in names.modules if ends_with(ending, [name])] for ending in endings}
+    inside = lambda name, ending: is_saved(name.rpartition(".")[0], [ending])  # noqa: E731
+    matches = {e: [n for n in names.modules if is_saved(n, [e]) and not inside(n, e)] for e in endings}
     saved = {name for found in matches.values() for name in found}
     owner = {name: next((s for s in sorted(saved) if name.startswith(f"{s}.")), None) for name in saved}
     kept = [ending for ending, found in matches.items() if not found or not all(owner[name] for name in found)]
@@ -266,7 +267,6 @@ def describe_unadapted(model: Any, section: Adapter) -> list[str]:
     if section.type == "none" or section.target_modules != ALL_LINEAR:
         return []
     inner, adapted = base_model_of(model), _adapted(model)
-    excluded = [*section.exclude_modules, *section.modules_to_save]
     modules = {name.replace(".base_layer", ""): type(module).__name__ for name, module in inner.named_modules()}
     experts = [
         plain
@@ -281,7 +281,7 @@ def describe_unadapted(model: Any, section: Adapter) -> list[str]:
         name
         for name in [*experts, *(linear if experts else others)]
         if name not in adapted and "lora_" not in name
-        if not is_in(name, excluded)
+        if not is_in(name, section.exclude_modules) and not is_saved(name, section.modules_to_save)
     ]
     if not left:
         return []

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.models.adapter_folder import check_token_rows, token_problems
+from ftcli.models.adapter_folder import check_labels, check_token_rows, has_label_names, token_problems
+from ftcli.models.module_names import is_in, is_saved
 from ftcli.models.structure import base_model_of, embeddings_and_head
 from ftcli.runtime.errors import InputError, Problem, shortened
 from ftcli.runtime.patches import declare
@@ -92,7 +93,6 @@ def add_adapter(
 
     from ftcli.data.revisions import is_on_hub
     from ftcli.models.adapter_targets import Names, check_adapted, check_unadaptable, outermost, refused
-    from ftcli.models.module_names import endings_for_peft
     from ftcli.models.new_tokens import new_token_rows
     from ftcli.models.precision import trained_dtype
     from ftcli.models.unreached import unreached_parts
@@ -101,7 +101,8 @@ def add_adapter(
     names = Names.of(model)
     saved_modules = outermost(names, [*keep, *section.modules_to_save])
     left_out = [*section.exclude_modules, *unreached_parts(model, recipe)]
-    excluded = _suffix_pattern([*saved_modules, *left_out, *names.unadaptable])
+    others = [name for name in names.modules if is_saved(name, saved_modules) and not is_in(name, saved_modules)]
+    excluded = _suffix_pattern([*saved_modules, *others, *left_out, *names.unadaptable])
     check_unadaptable(names, section)
     parameters, token_rows = names.target_parameters(section), new_token_rows(model, recipe)
     config = LoraConfig(
@@ -113,7 +114,7 @@ def add_adapter(
         use_dora=section.use_dora,
         target_modules=_without(section.target_modules, parameters),
         target_parameters=parameters or None,
-        modules_to_save=endings_for_peft(saved_modules, names.modules) or None,
+        modules_to_save=saved_modules or None,
         exclude_modules=excluded,
         trainable_token_indices=token_rows or None,
         revision=recipe.model.revision if is_on_hub(recipe.model.name) else None,  # of the base model
@@ -146,8 +147,6 @@ def add_adapter(
 
 def _check_folder(wrapped: Any, folder: Path, recipe: Recipe, token_rows: dict[str, list[int]]) -> None:
     """Raise `InputError` if the adapter in a folder has other labels, tokens or patterns than that of the run."""
-    from ftcli.models.adapter_folder import check_labels, has_label_names
-
     config: Any = getattr(base_model_of(wrapped), "config", None)
     if has_label_names(config):
         check_labels(folder, list(config.id2label.values()))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftcli.config.recipe_model import Adapter
+
+PREFIX_OF_PEFT = "base_model.model."  # of all names in a model with an adapter
 
 
 def ends_with(ending: str, names: Iterable[str]) -> bool:
@@ -25,26 +31,40 @@ def is_in(name: str, endings: Iterable[str]) -> bool:
     return any(f".{ending}." in f".{name}." for ending in endings)
 
 
-def endings_for_peft(endings: Iterable[str], names: Collection[str]) -> list[str]:
-    """Return endings with which peft's `modules_to_save` finds the modules that `ends_with` finds.
+def is_saved(name: str, endings: Iterable[str]) -> bool:
+    """Return whether `modules_to_save` means a module, or one around it.
 
-    peft compares the ends of names without a dot: `norm` means `input_layernorm` too. An ending that matches more than
-    it should is replaced by full names. All names in peft's model begin with `base_model.model.`.
+    peft compares the ends of names without a dot in front, so `norm` means `input_layernorm` too.
 
     Args:
+        name: Name of a module.
         endings: Endings of names of modules.
-        names: Names of all modules of the model without adapter.
     """
-    found = []
-    for ending in endings:
-        meant = [name for name in names if ends_with(ending, [name])]
-        if meant == [name for name in names if name.endswith(ending)]:
-            found.append(ending)
-        else:
-            found += [name if _is_unique(name, names) else f"model.{name}" for name in meant]
-    return found
+    parts = f"{PREFIX_OF_PEFT}{name}".split(".")
+    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(module.endswith(ending) for module in around for ending in endings)
 
 
-def _is_unique(ending: str, names: Collection[str]) -> bool:
-    """Return whether one name has an ending, with or without a dot before it."""
-    return sum(name.endswith(ending) for name in names) == 1
+def describe_saved(model: Any, section: Adapter) -> list[str]:
+    """Return a log line for each name in `modules_to_save` that means modules whose last part is another name.
+
+    Args:
+        model: The model of a run, not sharded by a wrapper of its own.
+        section: The adapter section of the recipe.
+    """
+    if not section.modules_to_save:
+        return []
+    from peft.utils.other import ModulesToSaveWrapper
+
+    wrapped = [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    saved = [name.removeprefix(PREFIX_OF_PEFT) for name in wrapped]
+    lines = []
+    for ending in section.modules_to_save:
+        others = [name for name in saved if name.endswith(ending) and not ends_with(ending, [name])]
+        if others:
+            named = next((name for name in saved if ends_with(ending, [name])), ending)
+            lines.append(
+                f"adapter.modules_to_save: {ending} means every module whose name ends so, also {others[0]} "
+                f"({len(others)} others); {named} would mean that one only"
+            )
+    return lines

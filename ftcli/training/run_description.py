@@ -9,6 +9,7 @@ from ftcli.config.recipe_model import NO_MODEL
 from ftcli.models.adapter_targets import describe_unadapted
 from ftcli.models.adapters import describe_cut_tie
 from ftcli.models.kernels.document_attention import describe_attention
+from ftcli.models.module_names import describe_saved
 from ftcli.models.router_loss import left_out_losses
 from ftcli.models.structure import base_model_of, full_shape
 from ftcli.models.unreached import describe_unreached
@@ -52,6 +53,7 @@ def describe_run(run: Run) -> list[str]:
         *_left_out_losses(run),
         *describe_unreached(hardware.unwrap(run.model), run.recipe),
         *describe_unadapted(hardware.unwrap(run.model), run.recipe.adapter),
+        *describe_saved(hardware.unwrap(run.model), run.recipe.adapter),
         _count_parameters(hardware, run.model),
     ]
 

@@ -195,12 +195,19 @@ def test_second_stage_with_trained_rows_of_other_tokens_is_refused(inputs: Path,
             prepare(again, cpu=True)
 
 
-def test_modules_to_save_are_those_whose_last_part_is_the_name(inputs: Path) -> None:
-    run = prepare(recipe(inputs, adapter=LORA | {"modules_to_save": ["norm"]}), cpu=True)
-    saved = {
-        name.partition(".modules_to_save")[0] for name, p in run.model.named_parameters() if "modules_to_save" in name
-    }
-    assert saved == {"base_model.model.model.norm"}  # peft's own rule finds input_layernorm, too
+@pytest.mark.parametrize(("name", "others"), [("norm", True), ("model.norm", False)])
+def test_modules_to_save_are_found_by_the_ends_of_their_names_and_the_log_says_so(
+    name: str, others: bool, inputs: Path
+) -> None:
+    run = prepare(recipe(inputs, adapter=LORA | {"modules_to_save": [name]}), cpu=True)
+    parts = [found.partition(".modules_to_save") for found, _ in run.model.named_parameters()]
+    saved = {found.removeprefix("base_model.model.") for found, is_saved, _ in parts if is_saved}
+    assert "model.norm" in saved and ("model.layers.0.input_layernorm" in saved) == others
+    line = (
+        "adapter.modules_to_save: norm means every module whose name ends so, also model.layers.0.input_layernorm "
+        "(4 others); model.norm would mean that one only"
+    )
+    assert (line in run.log_lines) == others
 
 
 def save_adapter(folder: Path, inputs: Path) -> Path:

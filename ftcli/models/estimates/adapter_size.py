@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ftcli.models.adapter_targets import ALL_LINEAR, is_named
-from ftcli.models.module_names import ends_with, is_in
+from ftcli.models.module_names import ends_with, is_in, is_saved
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -59,7 +59,7 @@ def count_adapter(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> int:
         targets = {name for name, size in shapes.items() if is_inside(name, size)}
     for name, size in shapes.items():
         module = name.rpartition(".")[0]
-        if _is_inside_any(module, section.modules_to_save):
+        if any(is_saved(name, section.modules_to_save) for name in _possible_names(module)):
             count += math.prod(size)
         elif name in targets:
             outputs = size[1] if _is_one(module, (*TRANSPOSED, *EMBEDDINGS)) else size[0]

@@ -37,7 +37,7 @@ IDLE = 0.04  # part of a step in which no kernel runs: median of nine kernel pro
 HOST_LAYER, HOST_GATED_LAYER, HOST_STEP = 1.6e-3, 5.2e-3, 7e-3
 COMPILED_HOST = 0.77  # of these seconds, for compiled layers
 # What hooks of a layer add that gather its weights and sum its gradients, and what adapters on its matrices add.
-HOST_FSDP, HOST_ZERO3, HOST_ADAPTER = 4.3e-3, 3.2e-3, 2.1e-3
+HOST_SHARDED, HOST_STAGE_3, HOST_ADAPTER = 4.3e-3, 3.2e-3, 2.1e-3
 # The same for one pass (forward, backward or recomputation) through a layer of 4-bit weights with an adapter. From
 # eight lines of 8B QLoRA with one row, whose kernels take less time than the host.
 FOUR_BIT_PASS = 4.4e-3
@@ -118,7 +118,7 @@ def _host_seconds(recipe: Recipe, shape: Shape, shares: ShardCounts, kernels: Ke
     layer = HOST_GATED_LAYER if shape.has_gate else HOST_LAYER
     layer = 0.0 if kernels.graphs else COMPILED_HOST * layer if kernels.compiled else layer
     if shares.weights != 1:
-        layer += HOST_ZERO3 if shares.is_stage_3 else HOST_FSDP
+        layer += HOST_STAGE_3 if shares.is_stage_3 else HOST_SHARDED
     if recipe.adapter.type != "none":
         layer += HOST_ADAPTER
     launches = layer * work.host_layers

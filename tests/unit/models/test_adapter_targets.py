@@ -12,6 +12,7 @@ import torch
 from ftcli.config.recipe import Recipe
 from ftcli.models.adapter_targets import describe_unadapted
 from ftcli.models.adapters import adapter_problems, add_adapter, describe_cut_tie
+from ftcli.models.module_names import describe_saved
 from ftcli.runtime.errors import InputError
 from ftcli.tiny_models import build_tiny
 
@@ -28,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES),
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", SIZES | EXPERTS | {"head_dim": 8}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", SIZES | EXPERTS | {"shared_expert_intermediate_size": 16}),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         SIZES | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
@@ -63,6 +65,17 @@ def adapted(kind: str, **section: Any) -> Any:
     name, settings = MODELS[kind]
     recipe = Recipe.model_validate(RECIPE | {"adapter": LORA | section})
     return add_adapter(build_tiny(name, **settings), recipe, keep=[], task_type="CAUSAL_LM")
+
+
+def test_modules_that_are_saved_by_the_ends_of_their_names_get_no_adapter() -> None:
+    section: dict[str, Any] = {"target_modules": "all-linear", "modules_to_save": ["gate"]}
+    model = adapted("qwen2_moe", **section)
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad and "shared_expert_gate" in name]
+    assert len(names) == 2 and all(".modules_to_save." in name for name in names)
+    (line,) = describe_saved(model, Recipe.model_validate(RECIPE | {"adapter": LORA | section}).adapter)
+    assert "also model.layers.0.mlp.shared_expert_gate (2 others); model.layers.0.mlp.gate would mean that one" in line
+    (line,) = describe_unadapted(model, Recipe.model_validate(RECIPE | {"adapter": LORA | section}).adapter)
+    assert "shared_expert_gate" not in line
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

@@ -74,11 +74,15 @@ def test_names_in_a_pattern_may_have_a_prefix_that_files_lack() -> None:
         ({"modules_to_save": ["transformer.wte"], "target_modules": ["c_attn"]}, 2 * 2 * (8 + 24) + 50 * 8),
         ({"exclude_modules": ["transformer.h.0"], "target_modules": ["c_attn"]}, 2 * (8 + 24)),
         ({"modules_to_save": ["transformer.h.0.mlp"], "target_modules": ["c_attn"]}, 2 * 2 * (8 + 24) + 8 * 32),
+        (
+            {"modules_to_save": ["f"], "target_modules": ["c_attn"]},
+            2 * 2 * (8 + 24) + 8,
+        ),  # ln_f, by the end of its name
     ],
 )
 def test_names_in_a_list_may_have_a_prefix_that_files_lack(adapter: dict[str, Any], expected: int) -> None:
     shapes = {f"h.{layer}.attn.c_attn.weight": (8, 24) for layer in range(2)} | {"wte.weight": (50, 8)}
-    shapes["h.0.mlp.c_fc.weight"] = (8, 32)
+    shapes |= {"h.0.mlp.c_fc.weight": (8, 32), "ln_f.weight": (8,)}
     values = minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter=adapter | {"type": "lora", "r": 2})
     assert count_adapter(Recipe.model_validate(values), shapes) == expected
 

@@ -40,7 +40,7 @@ def is_saved(name: str, endings: Iterable[str]) -> bool:
         name: Name of a module.
         endings: Endings of names of modules.
     """
-    parts = f"{PREFIX_OF_PEFT}{name}".split(".")
+    parts = name.split(".")
     around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(module.endswith(ending) for module in around for ending in endings)
 

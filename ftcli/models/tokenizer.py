@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ftcli.config.recipe_model import Model
 
 
-def load_tokenizer(section: Model) -> Any:
+def load_tokenizer(section: Model, *, fast: bool = False) -> Any:
     """Return the model's tokenizer with a padding token and the recipe's new tokens.
 
     Truncation and padding of the tokenizer's file are switched off here. Otherwise the first encoding switches them
@@ -21,17 +21,18 @@ def load_tokenizer(section: Model) -> Any:
 
     Args:
         section: The model section of the recipe.
+        fast: Whether the caller needs a tokenizer of the library tokenizers.
 
     Raises:
-        InputError: The tokenizer has no fast version, or neither a padding nor an end token, or a new token exists.
+        InputError: The tokenizer is not a fast one, has neither a padding nor an end token, or a new token exists.
     """
     from transformers import AutoTokenizer
 
     tokenizer = load_from_hub(AutoTokenizer, section)
-    if not tokenizer.is_fast:
+    if fast and not tokenizer.is_fast:
         raise InputError(
-            f"the tokenizer of {section.name} is a {type(tokenizer).__name__}, which has no fast version, so the "
-            "tokens of a text have no known places in it",
+            f"the tokenizer of {section.name} is a {type(tokenizer).__name__}, which has no fast version. This task "
+            "needs one, which knows the place of each token in a text",
             hint="choose a model with a tokenizer.json",
         )
     set_file_settings_aside(tokenizer)

@@ -197,11 +197,11 @@ def _changed(values: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str]]
     flat = [dict(_flatten(each)) for each in values]
     for key in dict.fromkeys(key for each in flat for key in each):
         stated = [each.get(key) for each in flat]
-        differ = len({"" if value in (None, {}) else _json(value) for value in stated}) > 1
+        different = len({"" if value in (None, {}) else _json(value) for value in stated})
         texts = [NOT_SET if value in (None, {}) else _value(value) for value in stated]
-        if differ and len(set(texts)) == 1:  # a list and a text look the same
+        if len(set(texts)) < different:  # for instance, a list and a text that look the same
             texts = [NOT_SET if value in (None, {}) else _json(value) for value in stated]
-        if differ:
+        if different > 1:
             yield key, [shortened(text, MOST_CELL) for text in texts]
 
 
@@ -230,7 +230,10 @@ def _is_word(value: Any) -> bool:
 
 def _json(value: Any) -> str:
     """Return a value as JSON on one line, equal for equal values."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    try:
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    except TypeError:  # keys of several types have no order
+        return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _curves(runs: Sequence[RunRecord]) -> Table:

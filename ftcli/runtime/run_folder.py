@@ -46,7 +46,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         if problem := path_problem(str(path)):
             raise InputError(f"this path {problem}", where=f"run folder {shortened(str(path), 80)}")
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self._has_existed = self.path.is_dir()
 
     def create(self) -> None:

@@ -76,7 +76,7 @@ class Task:
         self.metric_names = self.problem.metric_names
         if self.problem.terms is not None:  # other modules look for this attribute
             self.terms = self.problem.terms
-        self.tokenizer = load_tokenizer(recipe.model)
+        self.tokenizer = load_tokenizer(recipe.model, fast=True)
         self.segments = True  # whether the model may take them; `finish_model` decides
         self.pads_left = False
 

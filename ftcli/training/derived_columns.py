@@ -130,7 +130,8 @@ def _same_splits(run: Run, folder: Path, weights: Path) -> list[str]:
         }
         same = [split for split in now if lengths[split] <= {now[split][1]}]
     else:
-        is_same = lambda split: parts["rows"].get(split) == now[split] or not any((folder / split).glob("*.npy"))  # noqa: E731
+        has_columns = any(folder.glob("*/*.npy"))
+        is_same = lambda split: parts["rows"].get(split) == now[split] or not has_columns  # noqa: E731
         same = [split for split in now if is_same(split)]
     if "eval" in now and "eval" not in same:
         raise InputError(

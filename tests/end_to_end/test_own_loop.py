@@ -221,6 +221,14 @@ def test_steps_of_a_run_after_another_one_was_prepared_are_refused(is_valid: boo
         next(ftcli.steps(other))
 
 
+def test_output_in_the_home_folder_is_written_there(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    next(ftcli.steps(ftcli.prepare(recipe(inputs), cpu=True, output="~/mine")))
+    assert (tmp_path / "mine" / "recipe.yaml").is_file()
+
+
 def test_older_loop_writes_nothing_into_the_folder_of_a_newer_run(inputs: Path, tmp_path: Path) -> None:
     what, folder = recipe(inputs, log={"trackers": ["tensorboard"]}), RunFolder(tmp_path / "run")
     older = ftcli.prepare(what, cpu=True, output=folder.path)

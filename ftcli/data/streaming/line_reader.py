@@ -38,8 +38,15 @@ class _Version(NamedTuple):
     tag: str | None
     answered: datetime | None
 
+    @property
+    def has_own_time(self) -> bool:
+        """Whether the time of the modification may be that of the answer."""
+        if self.modified is None or self.answered is None:
+            return False
+        return abs(self.answered - self.modified) <= OWN_TIME
 
-OWN_TIME = timedelta(seconds=10)  # a modification so shortly before an answer may be the time of the answer itself
+
+OWN_TIME = timedelta(seconds=60)  # a modification so shortly before an answer may be the time of the answer itself
 _versions: dict[str, _Version] = {}  # address -> what its first answer said of its version
 
 
@@ -213,9 +220,9 @@ def _check_version(name: str, headers: Any) -> None:
     now = _version_of(headers)
     first = _versions.setdefault(name, now)
     differs = []
-    if now.modified is not None and first.modified is not None:
+    if now.modified is not None and first.modified is not None and not first.has_own_time:
         differs.append(now.modified != first.modified)
-    elif now.modified is not None and first.answered is not None:
+    elif now.modified is not None and first.answered is not None and not now.has_own_time:
         differs.append(now.modified > first.answered)
     if now.tag is not None and first.tag is not None:
         differs.append(now.tag != first.tag)
@@ -224,10 +231,8 @@ def _check_version(name: str, headers: Any) -> None:
 
 
 def _version_of(headers: Any) -> _Version:
-    """Return what the headers of an answer say. The time of the answer itself says nothing of a modification."""
+    """Return what the headers of an answer say."""
     modified, answered = (_time_of(headers.get(key)) for key in ("Last-Modified", "Date"))
-    if modified is not None and answered is not None and timedelta(0) <= answered - modified <= OWN_TIME:
-        modified = None
     tag = headers.get("ETag")
     return _Version(modified, None if tag is None else tag.removeprefix("W/"), answered)
 

@@ -72,12 +72,23 @@ def file_system(address: str) -> Any:
         raise InputError(f"data.train: {address}: unknown protocol {protocol}://") from error
 
 
-def list_address(address: str, is_data_file: Callable[[str], Any]) -> tuple[list[str], list[int | None]]:
+def is_visible(file: str, folder: str) -> bool:
+    """Return whether neither a file nor a folder between it and the folder that a user named is hidden.
+
+    Args:
+        file: Path or address of the file.
+        folder: Path or address of the folder, which may be hidden itself.
+    """
+    count = lambda name: sum(part.startswith(".") and part.strip(".") != "" for part in name.split("/"))  # noqa: E731
+    return count(file) <= count(folder)
+
+
+def list_address(address: str, data_files: Callable[[list[str]], list[str]]) -> tuple[list[str], list[int | None]]:
     """List the files behind an address, sorted by name.
 
     Args:
         address: Address of a file, pattern or folder.
-        is_data_file: Selects files of a folder by their names.
+        data_files: Selects the data files of a folder from its visible files.
 
     Returns:
         (files, their sizes in bytes). A size is None if the server does not send it.
@@ -86,12 +97,15 @@ def list_address(address: str, is_data_file: Callable[[str], Any]) -> tuple[list
         InputError: The address cannot be listed, or there is no file.
     """
     system, protocol = file_system(address), address.partition("://")[0]
+    from fsspec.core import url_to_fs
+
     forget_versions()
     try:
-        if is_pattern(address):
-            listed = system.glob(address, detail=True)
-        elif is_folder(address):
-            listed = {file: info for file, info in system.find(address, detail=True).items() if is_data_file(file)}
+        root = url_to_fs(address)[1]  # an absolute path, as those that are listed
+        if is_pattern(address) or is_folder(address):
+            found = system.glob(address, detail=True) if is_pattern(address) else system.find(address, detail=True)
+            visible = [file for file in found if is_visible(file, root)]
+            listed = {file: found[file] for file in (visible if is_pattern(address) else data_files(visible))}
         else:
             listed = {address: system.info(address)}
         sizes = {
@@ -99,6 +113,8 @@ def list_address(address: str, is_data_file: Callable[[str], Any]) -> tuple[list
         }
         files = sorted(sizes)
         known = [system.info(file).get("size") if sizes[file] is None else sizes[file] for file in files]
+    except InputError:
+        raise
     except Exception as error:  # each file system has its own exceptions
         cause = reason(error.__cause__ or error)
         hint = "check the address and the credentials in the environment"

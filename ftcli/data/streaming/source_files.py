@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ftcli.data.assets.catalogue import asset_path
 from ftcli.data.paths import FORMATS
 from ftcli.data.streaming.line_reader import COMPRESSED, suffix_of
-from ftcli.data.streaming.remote_files import is_address, list_address
+from ftcli.data.streaming.remote_files import is_address, is_visible, list_address
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.reader_errors import user_path
 
@@ -25,15 +26,24 @@ def format_of(name: str) -> str | None:
     return FORMATS.get(suffix_of(name))
 
 
-def is_visible(file: str, folder: str) -> bool:
-    """Return whether neither a file nor a folder between it and the folder that a user named is hidden.
+def data_files(names: Iterable[str]) -> list[str]:
+    """Return the files of a folder that have a known format, sorted.
 
     Args:
-        file: Path or address of the file.
-        folder: Path or address of the folder, which may be hidden itself.
+        names: Paths or addresses of the visible files.
+
+    Raises:
+        InputError: The suffix of a file is a known one in upper case.
     """
-    count = lambda name: sum(part.startswith(".") and part.strip(".") != "" for part in name.split("/"))  # noqa: E731
-    return count(file) <= count(folder)
+    others, found = [], []
+    for name in sorted(names):
+        if format_of(name):
+            found.append(name)
+        elif format_of(name.lower()):
+            others.append(name)
+    if others:
+        raise InputError(f"{others[0]}: the suffix is in upper case", hint="rename the file")
+    return found
 
 
 def local_files(source: Source) -> list[str] | None:
@@ -53,11 +63,8 @@ def local_files(source: Source) -> list[str] | None:
         return None
     path = asset_path(name) if name.startswith("asset:") else user_path(name)
     if path.is_dir():
-        visible = [file for file in path.rglob("*") if is_visible(str(file), str(path)) and file.is_file()]
-        files = sorted(str(file) for file in visible if format_of(file.name))
-        other = next((f for f in sorted(visible) if not format_of(f.name) and format_of(f.name.lower())), None)
-        if other is not None:
-            raise InputError(f"{other.absolute()}: the suffix is in upper case", hint="rename the file")
+        inside = [str(file) for file in path.rglob("*") if is_visible(str(file), str(path)) and file.is_file()]
+        files = data_files(inside)
         if not files:
             raise InputError(f"{path.absolute()} contains no data files", hint=f"known: {', '.join(FORMATS)}")
     elif glob.has_magic(str(path)):
@@ -89,7 +96,7 @@ def list_files(source: Source) -> tuple[list[str], list[int | None]] | None:
         return files, [os.path.getsize(file) for file in files]
     if not is_address(source.path):
         return None
-    files, sizes = list_address(source.path, lambda file: is_visible(file, source.path) and format_of(file))
+    files, sizes = list_address(source.path, data_files)
     require_one_format(files, source.path)
     return files, sizes
 

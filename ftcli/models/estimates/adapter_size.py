@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ftcli.config.task_registry import is_custom_task, task_class
 from ftcli.models.adapter_targets import ALL_LINEAR, is_named
 from ftcli.models.module_names import ends_with, is_in, is_saved
+from ftcli.tasks.protocol import properties_of
 
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
@@ -20,7 +22,7 @@ OUTSIDE_LAYERS = ("embed", "wte", "wpe", "lm_head")  # parts of the names of mat
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared")  # endings of the names of embeddings
 HEADS = ("lm_head", "embed_out", "output")  # those of heads, which are not stored if they are tied
 # The first parts of a module's name may differ between the files and the model, and between versions of transformers.
-PREFIXES = ("", "model.", "transformer.", "model.language_model.")
+PREFIXES = ("", "model.", "transformer.")
 STORED_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "transformer.", "model.")
 OTHER_TOWERS = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector")
 TRANSPOSED = ("c_attn", "c_proj", "c_fc")  # GPT-2 stores [inputs, outputs]
@@ -47,7 +49,8 @@ def count_adapter(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> int:
         shapes: The shape of each weight of the model by name.
     """
     section, count, tables = recipe.adapter, 0, 0
-    shapes = {name: size for name, size in shapes.items() if not _is_unreached(name, shapes)}
+    if not is_custom_task(recipe.task) and properties_of(task_class(recipe.task)).reads_text:
+        shapes = {name: size for name, size in shapes.items() if not _is_unreached(name, shapes)}
     table = next((size for name, size in shapes.items() if _is_one(name.rpartition(".")[0], EMBEDDINGS)), ())
     targets = {name for name, size in shapes.items() if _is_target(recipe, name, size)}
     if table and not any(is_in(name, HEADS) for name in shapes):  # tied: a head of its own gets a copy
@@ -119,7 +122,10 @@ def _is_target(recipe: Recipe, name: str, size: Sequence[int]) -> bool:
 def _possible_names(module: str) -> list[str]:
     """Return the names that a module of the files may have in the model."""
     prefix = next((prefix for prefix in STORED_PREFIXES if module.startswith(prefix)), "")
-    return [module, *(other + module.removeprefix(prefix) for other in PREFIXES)]
+    prefixes = (*PREFIXES, *(["model.language_model."] if "language_model" in prefix else []))
+    parts = module.removeprefix(prefix).rpartition(".")
+    lasts = HEADS if parts[2] in HEADS else parts[2:]  # GPT-NeoX stores its head under another name
+    return [module, *(f"{other}{parts[0]}{parts[1]}{last}" for other in prefixes for last in lasts)]
 
 
 def _is_inside_any(module: str, endings: Sequence[str]) -> bool:

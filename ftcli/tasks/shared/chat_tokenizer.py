@@ -27,7 +27,7 @@ def load_chat_tokenizer(recipe: Recipe, chat_template: str | None) -> Any:
     """
     from ftcli.models.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(recipe.model)
+    tokenizer = load_tokenizer(recipe.model, fast=True)
     if chat_template is not None:
         load_template(tokenizer, chat_template)
     check_variables(recipe.data.chat_template_kwargs, texts_of(tokenizer.chat_template))

@@ -13,7 +13,8 @@ from ftcli.models.module_names import is_saved
         ("norm", "model.norm", True),
         ("norm", "model.layers.0.input_layernorm", True),
         ("model.norm", "model.layers.0.input_layernorm", False),
-        ("model.norm", "norm", True),  # names begin with base_model.model in peft
+        ("model.norm", "norm", False),
+        ("classifier", "pre_classifier", True),
         ("mlp", "model.layers.0.mlp.up_proj", True),
         ("norm", "model.layers.0.normal", False),
     ],

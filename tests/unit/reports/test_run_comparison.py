@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import ftcli
+from ftcli.reports.run_comparison import _json
 from ftcli.reports.run_summary import show_run
 from ftcli.reports.text_chart import HEIGHT, WIDTH, draw_text_chart
 from ftcli.runtime.errors import InputError
@@ -153,13 +154,14 @@ def test_show_run_of_rows_with_text_and_nan_draws_the_rest(tmp_path: Path) -> No
 
 def test_compare_runs_finds_texts_that_only_look_equal(tmp_path: Path) -> None:
     folders = []
-    for number, prompts in enumerate((["a b", "c"], ["a", "b c"], "a b c", ["a\nb"])):
+    for number, prompts in enumerate((["a b", "c"], ["a", "b", "c"], "a b c", ["a\nb"])):
         folder = copy_run("sft", tmp_path / str(number))
         values = yaml.safe_load((folder / "recipe.yaml").read_text())
         values["evaluate"]["generate"]["prompts"] = prompts
         (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
         folders.append(folder)
     shown = dict(ftcli.compare_runs(*folders).differences["recipe"])["evaluate.generate.prompts"]
-    assert shown == ['["a b", "c"]', '["a", "b c"]', "a b c", '["a\\nb"]']
+    assert shown == ['["a b", "c"]', '["a", "b", "c"]', '"a b c"', '["a\\nb"]']
+    assert _json([{1: 2, "a": 3}]) == '[{"1": 2, "a": 3}]', "keys without an order"
     again = copy_run("sft", tmp_path / "again")
     assert ftcli.compare_runs(FOLDERS / "sft", again).differences["recipe"] == []

@@ -138,6 +138,17 @@ def test_columns_of_finished_weights_belong_to_their_rows_only(inputs: Path, tmp
             prepare(recipe, **final)
 
 
+def test_evaluation_rows_that_the_run_did_not_have_have_no_columns(inputs: Path, tmp_path: Path) -> None:
+    rows = (inputs / "chats.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(rows[:30]))
+    data: dict[str, Any] = {"train": str(tmp_path / "train.jsonl"), "max_length": 128}
+    train(prepare(two_terms(inputs, DERIVED, data=data), cpu=True, output=tmp_path / "run"))
+    (tmp_path / "eval.jsonl").write_text("".join(rows[30:]))
+    later = two_terms(inputs, DERIVED, data=data | {"eval": str(tmp_path / "eval.jsonl")})
+    with pytest.raises(InputError, match="the evaluation rows are not those of the run of "):
+        prepare(later, cpu=True, weights=tmp_path / "run" / "final")
+
+
 def test_task_that_derives_no_column_trains(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text(
         "from ftcli.tasks.sft import Options\nfrom ftcli.tasks.sft import Task as Sft\n\n\n"

@@ -71,10 +71,22 @@ def test_list_files_of_a_folder_leaves_hidden_files_out(form: str, folder: Path)
     assert listed is not None and [Path(file).name for file in listed[0]] == ["0.jsonl"]
 
 
-def test_local_files_of_a_folder_with_a_suffix_in_upper_case_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize("path", ["file://data", "file://./data/", "file://data/*.jsonl"])
+def test_list_files_below_a_hidden_folder_of_the_user_finds_them(
+    path: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder / ".cache" / "data" / "0.jsonl", 3)
+    write(folder / ".cache" / "data" / "._0.jsonl", 3)
+    monkeypatch.chdir(folder / ".cache")
+    listed = list_files(Source(path=path))
+    assert listed is not None and [Path(file).name for file in listed[0]] == ["0.jsonl"]
+
+
+@pytest.mark.parametrize("path", ["data", "file://data"])
+def test_list_files_of_a_folder_with_a_suffix_in_upper_case_is_refused(path: str, folder: Path) -> None:
     write(folder / "data" / "MORE.JSONL", 2)
     with pytest.raises(InputError, match=r"MORE.JSONL: the suffix is in upper case"):
-        local_files(Source(path="data"))
+        list_files(Source(path=path))
 
 
 def test_list_files_of_a_name_without_local_files_is_on_the_hub(folder: Path) -> None:

@@ -228,6 +228,8 @@ def test_answer_that_ends_early_without_a_length_continues_where_it_stopped(
         ({"Last-Modified": ["Mon, 01 Jan 2024 00:00:00 GMT", "Tue, 02 Jan 2024 00:00:00 GMT"], "ETag": ["a"]}, False),
         # The time of the answer, which was slow. A file that was uploaded just before the first answer, and replaced.
         ({"Last-Modified": [-1, -2]}, False),
+        ({"Last-Modified": [1, 0]}, False),
+        ({"Last-Modified": [-86400, -5]}, True),
         ({"Last-Modified": [0, 3600]}, True),
         ({"Last-Modified": [0, -3600]}, False),
         ({"Last-Modified": ["never", "Tue, 02 Jan 2024 00:00:00 GMT"]}, False),
@@ -245,7 +247,7 @@ def test_rest_of_a_file_that_was_replaced_meanwhile_is_refused(
     if is_replaced:
         with pytest.raises(RunError, match="was replaced since the run began: a stream's files must not change"):
             list(reading)
-        list_address(address, bool)  # as the next run does
+        list_address(address, list)  # as the next run does
     assert rows_or_messages(read_lines(address, 0)) == [{"n": n} for n in range(10)]
 
 
@@ -255,7 +257,7 @@ def test_list_address_of_a_closed_port_says_why() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(InputError, match="cannot be read: connect call failed"):
-        list_address(f"http://127.0.0.1:{port}/a.jsonl", bool)
+        list_address(f"http://127.0.0.1:{port}/a.jsonl", list)
 
 
 def test_read_lines_of_an_address_without_data_ends_with_an_error(

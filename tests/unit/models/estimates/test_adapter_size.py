@@ -94,3 +94,16 @@ def test_language_model_inside_of_another_model_is_counted_without_the_towers_th
         adapter = {"type": "lora", "r": 2, "target_modules": names}
         recipe = Recipe.model_validate(minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter=adapter))
         assert count_adapter(recipe, shapes) == 2 * (8 + 8), names
+
+
+def test_head_that_is_stored_under_another_name_is_counted() -> None:
+    shapes = {"gpt_neox.layers.0.attention.query_key_value.weight": (24, 8), "gpt_neox.embed_in.weight": (50, 8)}
+    shapes["embed_out.weight"] = (50, 8)
+    for adapter, expected in (
+        ({"modules_to_save": ["lm_head"], "target_modules": ["query_key_value"]}, 2 * (24 + 8) + 50 * 8),
+        ({"target_modules": ["lm_head"]}, 2 * (50 + 8)),
+    ):
+        values = minimal_values(
+            model={"name": "x"}, data={"train": "x.jsonl"}, adapter=adapter | {"type": "lora", "r": 2}
+        )
+        assert count_adapter(Recipe.model_validate(values), shapes) == expected, adapter

@@ -147,6 +147,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model": {"name": "picky"}, "data": {"train": "system.jsonl"}},
         ("row 2 of system.jsonl", "chat template rejects it: no system here"),
     ),
+    "a label that is near": (
+        TEXT | {"task_options": {"labels": ["yy", "x"]}},
+        ("row 2 of texts.jsonl: label 'y' is not one of: yy, x; did you mean 'yy'?",),
+    ),
     "a label outside the options": (
         TEXT | {"task_options": {"labels": ["x", "w"]}},
         ("row 2 of texts.jsonl: label 'y' is not one of: x, w",),

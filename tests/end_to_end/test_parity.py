@@ -78,6 +78,9 @@ def test_parity_of_two_profiles_and_two_micro_sizes_holds(inputs: Path) -> None:
     assert "classifier.weight" in weights
     again = parity(inputs, "right.yaml", "--profiles", "single,ddp")
     assert again.returncode == 2 and "right-parity exists and is not an empty folder" in again.stderr
+    home = Path("~") / os.path.relpath(output, Path.home())
+    again = parity(inputs, "right.yaml", "--profiles", "single,ddp", "--output", str(home))
+    assert again.returncode == 2 and "right-parity exists and is not an empty folder" in again.stderr
 
 
 def test_parity_with_a_dropped_row_names_step_and_quantity(inputs: Path) -> None:

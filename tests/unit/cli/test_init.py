@@ -107,8 +107,9 @@ def test_write_recipe_with_a_users_own_task_brings_its_own_options(
 def test_write_recipe_to_an_existing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("mine\n")
-    with pytest.raises(InputError, match="r.yaml exists already"):
-        write_recipe("sft", "m", "d", output=path)
+    for place in (path, Path("~") / os.path.relpath(path, Path.home())):
+        with pytest.raises(InputError, match="r.yaml exists already"):
+            write_recipe("sft", "m", "d", output=place)
     assert path.read_text() == "mine\n"
 
 

@@ -376,6 +376,14 @@ def test_summary_returns_the_fastest_counted_line_of_a_cell_and_device() -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("task", "length", "rows"), [("pretrain", 4096, 1), ("pretrain", 512, 0), ("text_classification", 128, 1)]
+)
+def test_summary_leaves_out_language_models_with_rows_that_the_host_limits(task: str, length: int, rows: int) -> None:
+    one = line("ftcli", 100.0, label="extras", agrees=True, **MEASURED) | {"task": task, "length": length}
+    assert len(cell_tables.summary([[one]])) == 3 + rows
+
+
 def test_cells_of_with_two_learning_rates_returns_the_newest_cell() -> None:
     old, *new = (line("trl", 90.0), line("trl", 80.0), line("ftcli", 95.0))
     old["cell"] = old["cell"] | {"learning_rate": 2e-5}

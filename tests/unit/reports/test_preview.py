@@ -373,7 +373,9 @@ def test_preview_data_command_writes_a_page_and_prints_its_name(
     page = recipe.parent / "page.html"
     home = Path("~") / os.path.relpath(page, Path.home())
     assert code(["preview", str(recipe), "--rows", "1", "--html", str(home)]) == 0
-    assert Path(capsys.readouterr().out.strip()).resolve() == page and page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert Path(capsys.readouterr().out.strip()).resolve() == page and page.read_text(encoding="utf-8").startswith(
+        "<!doctype html>"
+    )
     assert code(["preview", str(recipe), "--rows", "1", "--ids"]) == 0
     out = capsys.readouterr().out
     assert '"<|im_start|>" 0' in out and "training rows" in out

@@ -163,5 +163,7 @@ def test_compare_runs_finds_texts_that_only_look_equal(tmp_path: Path) -> None:
     shown = dict(ftcli.compare_runs(*folders).differences["recipe"])["evaluate.generate.prompts"]
     assert shown == ['["a b", "c"]', '["a", "b", "c"]', '"a b c"', '["a\\nb"]']
     assert _json([{1: 2, "a": 3}]) == '[{"1": 2, "a": 3}]', "keys without an order"
+    shown = dict(ftcli.compare_runs(FOLDERS / "sft", folders[3]).differences["recipe"])["evaluate.generate.prompts"]
+    assert shown[1] == '["a\\nb"]', "one line of the table"
     again = copy_run("sft", tmp_path / "again")
     assert ftcli.compare_runs(FOLDERS / "sft", again).differences["recipe"] == []

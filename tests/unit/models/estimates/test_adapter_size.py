@@ -90,6 +90,8 @@ def test_names_in_a_list_may_have_a_prefix_that_files_lack(adapter: dict[str, An
 def test_language_model_inside_of_another_model_is_counted_without_the_towers_that_text_does_not_reach() -> None:
     shapes = {"language_model.model.layers.0.self_attn.q_proj.weight": (8, 8)}
     shapes |= {"vision_tower.layers.0.self_attn.q_proj.weight": (4, 4)}
+    own = minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter={"type": "lora", "r": 2})
+    assert count_adapter(Recipe.model_validate(own | {"task": "./own.py"}), shapes) == 2 * (8 + 8) + 2 * (4 + 4)
     for names in (["q_proj"], r"model\.language_model\.layers\.\d+\.self_attn\.q_proj", "all-linear"):
         adapter = {"type": "lora", "r": 2, "target_modules": names}
         recipe = Recipe.model_validate(minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter=adapter))
@@ -107,3 +109,11 @@ def test_head_that_is_stored_under_another_name_is_counted() -> None:
             model={"name": "x"}, data={"train": "x.jsonl"}, adapter=adapter | {"type": "lora", "r": 2}
         )
         assert count_adapter(Recipe.model_validate(values), shapes) == expected, adapter
+
+
+def test_new_rows_of_a_tied_head_that_is_saved_whole_are_counted_twice() -> None:
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (8, 8), "model.embed_tokens.weight": (50, 8)}
+    adapter = {"type": "lora", "r": 2, "modules_to_save": ["embed_tokens", "lm_head"]}
+    model = {"name": "x", "new_tokens": ["<a>", "<b>"]}
+    values = minimal_values(model=model, data={"train": "x.jsonl"}, adapter=adapter)
+    assert count_adapter(Recipe.model_validate(values), shapes) == 2 * (8 + 8) + 2 * 52 * 8

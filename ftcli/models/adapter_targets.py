@@ -166,7 +166,10 @@ def outermost(names: Names, endings: list[str]) -> list[str]:
                 f"outside of it, such as {other}",
                 hint="give longer endings for the modules outside, or remove one of the names",
             )
-    return kept
+    nested = {
+        ending for ending in kept if any(name.endswith(ending) and inside(name, ending) for name in names.modules)
+    }
+    return [name for ending in kept for name in (matches[ending] if ending in nested else [ending])]
 
 
 def refused(names: Names, section: Adapter, left_out: list[str], saved: list[str], error: Exception) -> InputError:

@@ -63,8 +63,9 @@ def describe_saved(model: Any, section: Adapter) -> list[str]:
         others = [name for name in saved if name.endswith(ending) and not ends_with(ending, [name])]
         if others:
             named = next((name for name in saved if ends_with(ending, [name])), ending)
+            is_one = sum(name.endswith(named) for name in saved) == 1
             lines.append(
                 f"adapter.modules_to_save: {ending} means every module whose name ends so, also {others[0]} "
-                f"({len(others)} others); {named} would mean that one only"
+                f"({len(others)} others)" + (f"; {named} would mean that one only" if is_one else "")
             )
     return lines

@@ -191,7 +191,8 @@ def forecast(profile: Profile, target: Target) -> Forecast:
     if chosen is None:
         chosen = min(tried, key=lambda one: one.memory.total if one.memory else 0)
     chosen = replace(chosen, tokens=known.tokens, frozen=frozen)
-    best = min((one for one in tried if one.fits and one.time), key=_seconds, default=chosen)
+    others = [one for one in tried if one.fits and one.time and _micro_size(one) != _micro_size(chosen)]
+    best = min(others, key=_seconds, default=chosen)
     is_faster = best.time is not None and _seconds(best) < WORTH_NAMING * _seconds(chosen)
     return replace(chosen, faster=best) if chosen.fits and is_faster else chosen
 
@@ -210,10 +211,10 @@ def _by_tokens(profile: Profile, target: Target, plan: Plan, shares: ShardCounts
     assert passes is not None and budget is not None
     memory = estimate_saving(recipe, size, shares, budget.saving, tokens=expected.tokens, **how)
     compiled = _compiles(shares, target, plan, budget.saving.mode)
-    # The time is that of equal passes: at least as many as there are on average.
-    rows = plan.global_size // plan.processes
-    count = next(count for count in range(1, rows + 1) if rows % count == 0 and count >= min(passes.mean, rows))
-    equal = replace(plan, micro_size=rows // count, accumulation=count)
+    # The time is that of equal passes, as many as there are on average. Their numbers need not be whole.
+    rows = plan.global_size / plan.processes
+    count: Any = min(passes.mean, rows)
+    equal = replace(plan, micro_size=rows / count, accumulation=count)
     return Forecast(
         profile.name,
         plan.processes,
@@ -234,6 +235,11 @@ def _time(target: Target, shares: ShardCounts, plan: Plan, saving: MemorySaving,
     liger, flash = _has_liger(target, compiled), _has_flash_attention_4(target)
     kernels = Kernels(mode, compiled, liger, flash, _has_graphs(target, shares, mode))
     return estimate_step(recipe, size, size.shape, shares, plan, target.lengths, kernels, gpu)
+
+
+def _micro_size(one: Forecast) -> int | None:
+    """Return the micro size of a forecast; None without a plan."""
+    return None if one.plan is None else one.plan.micro_size
 
 
 def _seconds(one: Forecast) -> float:

@@ -207,10 +207,10 @@ def _reason(one: Forecast, fastest: Forecast) -> str:
     assert one.time is not None and fastest.time is not None
     more = {
         "communication that is not hidden": one.time.communication - fastest.time.communication,
-        "computation": one.time.compute - fastest.time.compute,
+        "computation and launches": one.time.compute - fastest.time.compute,
     }
     part, seconds = max(more.items(), key=lambda item: item[1])
-    recomputes = one.mode != fastest.mode and part == "computation"
+    recomputes = one.mode != fastest.mode and part == "computation and launches"
     because = f", because {RECOMPUTED[one.mode]} is recomputed" if recomputes else ""
     return f"{1000 * seconds:,.0f} ms more of {part}{because}"
 

@@ -223,7 +223,7 @@ def _check_version(name: str, headers: Any) -> None:
     if now.modified is not None and first.modified is not None and not first.has_own_time:
         differs.append(now.modified != first.modified)
     elif now.modified is not None and first.answered is not None and not now.has_own_time:
-        differs.append(now.modified > first.answered)
+        differs.append(now.modified > first.answered and now.modified != first.modified)
     if now.tag is not None and first.tag is not None:
         differs.append(now.tag != first.tag)
     if differs and all(differs):

@@ -49,10 +49,11 @@ def count_adapter(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> int:
         shapes: The shape of each weight of the model by name.
     """
     section, count, tables = recipe.adapter, 0, 0
+    towers = any(map(_is_tower, shapes))
     if not is_custom_task(recipe.task) and properties_of(task_class(recipe.task)).reads_text:
         shapes = {name: size for name, size in shapes.items() if not _is_unreached(name, shapes)}
     table = next((size for name, size in shapes.items() if _is_one(name.rpartition(".")[0], EMBEDDINGS)), ())
-    targets = {name for name, size in shapes.items() if _is_target(recipe, name, size)}
+    targets = {name for name, size in shapes.items() if _is_target(recipe, name, size, towers)}
     if table and not any(is_in(name, HEADS) for name in shapes):  # tied: a head of its own gets a copy
         if any(ending.rpartition(".")[2] in HEADS for ending in section.modules_to_save):
             count, tables = math.prod(table), table[1]
@@ -62,7 +63,7 @@ def count_adapter(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> int:
         targets = {name for name, size in shapes.items() if is_inside(name, size)}
     for name, size in shapes.items():
         module = name.rpartition(".")[0]
-        if any(is_saved(name, section.modules_to_save) for name in _possible_names(module)):
+        if any(is_saved(name, section.modules_to_save) for name in _possible_names(module, towers)):
             count += math.prod(size)
         elif name in targets:
             outputs = size[1] if _is_one(module, (*TRANSPOSED, *EMBEDDINGS)) else size[0]
@@ -105,32 +106,37 @@ def named_matrices(shape: Shape) -> dict[str, tuple[int, int]]:
 
 def _is_unreached(name: str, names: Iterable[str]) -> bool:
     """Return whether a weight belongs to a part of a model with a language model that rows of text do not reach."""
-    is_other = any(part in OTHER_TOWERS for part in name.split("."))
-    return is_other and any("language_model." in other for other in names)
+    texts = [other.rpartition(".")[0] for other in names if not _is_tower(other)]
+    return _is_tower(name) and any(_is_one(module, EMBEDDINGS) for module in texts)
 
 
-def _is_target(recipe: Recipe, name: str, size: Sequence[int]) -> bool:
+def _is_tower(name: str) -> bool:
+    """Return whether a name belongs to a part of a model that reads images or sound."""
+    return any(part in OTHER_TOWERS for part in name.split("."))
+
+
+def _is_target(recipe: Recipe, name: str, size: Sequence[int], towers: bool) -> bool:
     """Return whether a weight is a matrix of a module that gets an adapter."""
     section, module = recipe.adapter, name.rpartition(".")[0]
-    if len(size) != 2 or not name.endswith(".weight") or _is_inside_any(module, section.exclude_modules):
+    if len(size) != 2 or not name.endswith(".weight") or _is_inside_any(module, section.exclude_modules, towers):
         return False
     if str(section.target_modules).lower() == ALL_LINEAR:
         return is_inside(name, size)
-    return any(is_named(section, name) for name in _possible_names(module))
+    return any(is_named(section, name) for name in _possible_names(module, towers))
 
 
-def _possible_names(module: str) -> list[str]:
+def _possible_names(module: str, towers: bool) -> list[str]:
     """Return the names that a module of the files may have in the model."""
     prefix = next((prefix for prefix in STORED_PREFIXES if module.startswith(prefix)), "")
-    prefixes = (*PREFIXES, *(["model.language_model."] if "language_model" in prefix else []))
+    prefixes = (*PREFIXES, *(["model.language_model."] if towers and not _is_tower(module) else []))
     parts = module.removeprefix(prefix).rpartition(".")
     lasts = HEADS if parts[2] in HEADS else parts[2:]  # GPT-NeoX stores its head under another name
     return [module, *(f"{other}{parts[0]}{parts[1]}{last}" for other in prefixes for last in lasts)]
 
 
-def _is_inside_any(module: str, endings: Sequence[str]) -> bool:
+def _is_inside_any(module: str, endings: Sequence[str], towers: bool) -> bool:
     """Return whether a module of the files, or one around it, has a name with one of the endings."""
-    return any(is_in(name, endings) for name in _possible_names(module))
+    return any(is_in(name, endings) for name in _possible_names(module, towers))
 
 
 def _is_one(module: str, endings: Sequence[str]) -> bool:

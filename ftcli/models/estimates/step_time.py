@@ -33,7 +33,7 @@ HOOKS_NOT_HIDDEN = 1.0  # the same where hooks inside layers gather weights: the
 IDLE = 0.04  # part of a step in which no kernel runs: median of nine kernel profiles of ftcli (benchmarks/where)
 # Seconds in which the host launches the kernels of a layer that is not compiled, forward and backward, and the rest of
 # a step. From steps that wait for the host: BERT and ViT; layers of language models have gates, rotary positions and
-# more norms. Hosts differ: a step of BERT took 15 to 44 ms (docs/explanation/plan-accuracy.md).
+# more norms. Hosts differ: a step of BERT took 14 to 55 ms (docs/explanation/plan-accuracy.md).
 HOST_LAYER, HOST_GATED_LAYER, HOST_STEP = 1.6e-3, 5.2e-3, 7e-3
 COMPILED_HOST = 0.77  # of these seconds, for compiled layers
 # What hooks of a layer add that gather its weights and sum its gradients, and what adapters on its matrices add.

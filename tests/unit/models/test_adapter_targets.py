@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 
 from ftcli.config.recipe import Recipe
 from ftcli.models.adapter_targets import describe_unadapted
@@ -30,6 +31,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", SIZES | EXPERTS | {"head_dim": 8}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", SIZES | EXPERTS | {"shared_expert_intermediate_size": 16}),
+    "bert": ("BertForSequenceClassification", {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}),
+    "distilbert": (
+        "DistilBertForSequenceClassification",
+        {"vocab_size": 64, "dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 4},
+    ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         SIZES | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
@@ -61,10 +67,10 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def adapted(kind: str, **section: Any) -> Any:
+def adapted(kind: str, task_type: str = "CAUSAL_LM", **section: Any) -> Any:
     name, settings = MODELS[kind]
     recipe = Recipe.model_validate(RECIPE | {"adapter": LORA | section})
-    return add_adapter(build_tiny(name, **settings), recipe, keep=[], task_type="CAUSAL_LM")
+    return add_adapter(build_tiny(name, **settings), recipe, keep=[], task_type=task_type)
 
 
 def test_modules_that_are_saved_by_the_ends_of_their_names_get_no_adapter() -> None:
@@ -76,6 +82,19 @@ def test_modules_that_are_saved_by_the_ends_of_their_names_get_no_adapter() -> N
     assert "also model.layers.0.mlp.shared_expert_gate (2 others); model.layers.0.mlp.gate would mean that one" in line
     (line,) = describe_unadapted(model, Recipe.model_validate(RECIPE | {"adapter": LORA | section}).adapter)
     assert "shared_expert_gate" not in line
+
+
+def test_part_whose_name_ends_like_that_of_the_saved_module_around_it_is_saved_with_it() -> None:
+    model = adapted("bert", "FEATURE_EXTRACTION", target_modules=["query"], modules_to_save=["embeddings"])
+    wrapped = [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    assert wrapped == ["base_model.model.bert.embeddings"]
+
+
+def test_log_names_no_longer_ending_if_there_is_none() -> None:
+    section: dict[str, Any] = {"target_modules": ["q_lin"], "modules_to_save": ["classifier"]}
+    model = adapted("distilbert", "FEATURE_EXTRACTION", **section)
+    (line,) = describe_saved(model, Recipe.model_validate(RECIPE | {"adapter": LORA | section}).adapter)
+    assert line.endswith("classifier means every module whose name ends so, also pre_classifier (1 others)")
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

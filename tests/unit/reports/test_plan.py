@@ -158,6 +158,20 @@ def test_plan_with_micro_size_auto_divides_known_rows_as_the_run_does(recipe: Pa
     assert "8 in " in line and "pass" in line
 
 
+def test_plan_with_micro_size_auto_takes_as_long_for_a_prime_number_of_rows(recipe: Path) -> None:
+    lengths, seconds = (*[300] * 60, *[4000] * 4), []
+    for rows in (61, 64):
+        changes = ["batch.micro_size=auto", "data.packing=false", "task=sft", f"batch.global_size={rows}"]
+        loaded = load_recipe(recipe, changes)
+        known = Rows(sum(lengths) / 64, 300.0, 0.7)
+        size, gpu = size_of_shape(Shape.of(LLAMA), loaded), find_gpu("H100")
+        target = Target(loaded, size, "llama", 1000, known, 4000, gpu, 80 * 10**9, 1, typical=lengths)
+        one = forecast(load_profile("single"), target)
+        assert one.plan.passes.mean > 1
+        seconds.append(one.time.total)
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.15)
+
+
 def test_plan_of_prepared_short_rows_has_their_lengths(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = ["batch.micro_size=auto", "data.packing=false", "task=sft", f"data.train={recipe.parent / 'short.jsonl'}"]
     (recipe.parent / "short.jsonl").write_text("{}\n")
@@ -182,6 +196,13 @@ def test_plan_hints_at_a_smaller_micro_size_that_recomputes_less(recipe: Path) -
     )
     (hint,) = [line for line in report.lines() if line.startswith("hint: ")]
     assert "fsdp: batch.micro_size=" in hint and "% faster, because nothing is recomputed" in hint
+
+
+@pytest.mark.parametrize(("gpus", "memory", "length"), [(2, 14, 8192), (2, 16, 8192), (8, 14, 8192)])
+def test_plan_hints_at_no_micro_size_that_the_recipe_has(gpus: int, memory: int, length: int, recipe: Path) -> None:
+    changes = ["batch.micro_size=1", "batch.global_size=64", f"data.max_length={length}"]
+    options: dict[str, Any] = {"gpu": "H100", "gpus": gpus, "memory_gb": memory, "overrides": changes}
+    assert all(one.faster is None for one in planned(recipe, "fsdp", "zero3_offload", **options).forecasts)
 
 
 def test_plan_of_a_recipe_that_a_profile_refuses_gives_the_reason(recipe: Path) -> None:

@@ -87,15 +87,18 @@ def test_names_in_a_list_may_have_a_prefix_that_files_lack(adapter: dict[str, An
     assert count_adapter(Recipe.model_validate(values), shapes) == expected
 
 
-def test_language_model_inside_of_another_model_is_counted_without_the_towers_that_text_does_not_reach() -> None:
-    shapes = {"language_model.model.layers.0.self_attn.q_proj.weight": (8, 8)}
-    shapes |= {"vision_tower.layers.0.self_attn.q_proj.weight": (4, 4)}
+@pytest.mark.parametrize(("text", "tower"), [("language_model.model", "vision_tower"), ("model", "visual")])
+def test_language_model_inside_of_another_model_is_counted_without_the_towers_that_text_does_not_reach(
+    text: str, tower: str
+) -> None:
+    shapes = {f"{text}.layers.0.self_attn.q_proj.weight": (8, 8), f"{text}.embed_tokens.weight": (50, 8)}
+    shapes |= {f"{tower}.layers.0.self_attn.q_proj.weight": (4, 4), f"{text}.layers.0.mlp.up_proj.weight": (16, 8)}
     own = minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter={"type": "lora", "r": 2})
-    assert count_adapter(Recipe.model_validate(own | {"task": "./own.py"}), shapes) == 2 * (8 + 8) + 2 * (4 + 4)
+    assert count_adapter(Recipe.model_validate(own | {"task": "./own.py"}), shapes) == 2 * (8 + 8 + 4 + 4 + 16 + 8)
     for names in (["q_proj"], r"model\.language_model\.layers\.\d+\.self_attn\.q_proj", "all-linear"):
         adapter = {"type": "lora", "r": 2, "target_modules": names}
         recipe = Recipe.model_validate(minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter=adapter))
-        assert count_adapter(recipe, shapes) == 2 * (8 + 8), names
+        assert count_adapter(recipe, shapes) == 2 * (8 + 8 + (16 + 8) * (names == "all-linear")), names
 
 
 def test_head_that_is_stored_under_another_name_is_counted() -> None:

@@ -6,7 +6,7 @@ Modules are matched by their names, as `models/adapters.py` matches those of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ftcli.config.task_registry import is_custom_task, task_class
@@ -48,18 +48,19 @@ def count_adapter(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> int:
         recipe: The recipe.
         shapes: The shape of each weight of the model by name.
     """
-    section, count, tables = recipe.adapter, 0, 0
-    towers = any(map(_is_tower, shapes))
-    if not is_custom_task(recipe.task) and properties_of(task_class(recipe.task)).reads_text:
-        shapes = {name: size for name, size in shapes.items() if not _is_unreached(name, shapes)}
+    section, count, tables, adapts_head = recipe.adapter, 0, 0, False
+    texts = {name: size for name, size in shapes.items() if not _is_tower(name)}
+    towers, reads_text = len(texts) < len(shapes), any(_is_one(name.rpartition(".")[0], EMBEDDINGS) for name in texts)
+    if reads_text and not is_custom_task(recipe.task) and properties_of(task_class(recipe.task)).reads_text:
+        shapes = texts  # rows of text do not reach the towers
     table = next((size for name, size in shapes.items() if _is_one(name.rpartition(".")[0], EMBEDDINGS)), ())
     targets = {name for name, size in shapes.items() if _is_target(recipe, name, size, towers)}
     if table and not any(is_in(name, HEADS) for name in shapes):  # tied: a head of its own gets a copy
         if any(ending.rpartition(".")[2] in HEADS for ending in section.modules_to_save):
             count, tables = math.prod(table), table[1]
         elif any(is_named(section, head) for head in HEADS):
-            count = section.r * sum(table) + (table[0] if section.use_dora else 0)
-    if not targets and not count:
+            count, adapts_head = section.r * sum(table) + (table[0] if section.use_dora else 0), True
+    if not targets and not adapts_head:
         targets = {name for name, size in shapes.items() if is_inside(name, size)}
     for name, size in shapes.items():
         module = name.rpartition(".")[0]
@@ -102,12 +103,6 @@ def named_matrices(shape: Shape) -> dict[str, tuple[int, int]]:
     tables = ["model.embed_tokens"] if shape.ties_head else ["model.embed_tokens", "lm_head"]
     table = (shape.vocabulary, shape.hidden)
     return layers | ({f"{name}.weight": table for name in tables} if shape.vocabulary else {})
-
-
-def _is_unreached(name: str, names: Iterable[str]) -> bool:
-    """Return whether a weight belongs to a part of a model with a language model that rows of text do not reach."""
-    texts = [other.rpartition(".")[0] for other in names if not _is_tower(other)]
-    return _is_tower(name) and any(_is_one(module, EMBEDDINGS) for module in texts)
 
 
 def _is_tower(name: str) -> bool:

@@ -120,3 +120,10 @@ def test_new_rows_of_a_tied_head_that_is_saved_whole_are_counted_twice() -> None
     model = {"name": "x", "new_tokens": ["<a>", "<b>"]}
     values = minimal_values(model=model, data={"train": "x.jsonl"}, adapter=adapter)
     assert count_adapter(Recipe.model_validate(values), shapes) == 2 * (8 + 8) + 2 * 52 * 8
+
+
+def test_head_that_is_saved_does_not_hide_that_no_name_matches() -> None:
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (8, 8), "model.embed_tokens.weight": (50, 8)}  # tied
+    adapter = {"type": "lora", "r": 2, "target_modules": ["c_attn"], "modules_to_save": ["lm_head"]}
+    values = minimal_values(model={"name": "x"}, data={"train": "x.jsonl"}, adapter=adapter)
+    assert count_adapter(Recipe.model_validate(values), shapes) == 2 * (8 + 8) + 50 * 8

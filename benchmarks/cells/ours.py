@@ -27,17 +27,8 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     digests = PackedRows(inputs.rows, cell.global_size).digests
     # All ranks have one parent. Another program may train the same recipe on other GPUs at the same time.
     folder = RunFolder(inputs.recipe.with_suffix(f".{os.getppid()}.run"))
-    sizes = [f"adapter.r={cell.lora}", f"adapter.lora_alpha={2 * cell.lora}"]
-    adapter = ["adapter.type=lora", *sizes, f"adapter.path={inputs.adapter.resolve()}"]
-    overrides = [
-        *([] if "precision" in cell.named else [f"precision={cell.precision}"]),
-        f"optimizer.learning_rate={cell.learning_rate}",
-        *(adapter if cell.lora else []),
-        *(["model.quantization.load_in_4bit=true"] if cell.four_bit else []),
-        *cell.settings,
-    ]
     with record_failure(folder), Heartbeat(folder) as heartbeat, StopRequest.listening(folder) as stop:
-        run = prepare(inputs.recipe, overrides=overrides, output=folder.path, cpu=cell.cpu)
+        run = prepare(inputs.recipe, overrides=overrides_of(cell, inputs), output=folder.path, cpu=cell.cpu)
         run.heartbeat, run.stop = heartbeat, stop
         with Reporter(run) as report, run.saving, explain_out_of_memory(run):
             for step in steps(run):
@@ -53,3 +44,17 @@ def train(cell: Cell, inputs: Inputs, clock: Clock) -> Measured:
     if is_main:
         shutil.rmtree(folder.path, ignore_errors=True)
     return measured
+
+
+def overrides_of(cell: Cell, inputs: Inputs) -> list[str]:
+    """Return the keys of the recipe in which cells with the same rows differ. They share one recipe file."""
+    sizes = [f"adapter.r={cell.lora}", f"adapter.lora_alpha={2 * cell.lora}"]
+    adapter = ["adapter.type=lora", *sizes, f"adapter.path={inputs.adapter.resolve()}"]
+    ours = {"precision": cell.precision, "batch.micro_size": cell.micro_size}
+    return [
+        *(f"{key}={value}" for key, value in ours.items() if key not in cell.named),
+        f"optimizer.learning_rate={cell.learning_rate}",
+        *(adapter if cell.lora else []),
+        *(["model.quantization.load_in_4bit=true"] if cell.four_bit else []),
+        *cell.settings,
+    ]

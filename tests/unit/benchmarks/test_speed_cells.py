@@ -13,9 +13,12 @@ sys.path.append(str(BENCHMARKS))
 
 import cell_tables  # noqa: E402
 from cells import curves, flops, goals  # noqa: E402
-from cells.cell import Cell  # noqa: E402
-from cells.rows import Documents, PackedRows, as_row, draw_documents, draw_pairs  # noqa: E402
+from cells.cell import Cell, inputs_of  # noqa: E402
+from cells.ours import overrides_of  # noqa: E402
+from cells.rows import Documents, PackedRows, as_row, draw_documents, draw_pairs, write_recipe  # noqa: E402
 from cells.trl_dpo import as_pairs  # noqa: E402
+
+from ftcli.config.load import load_recipe  # noqa: E402
 
 LLAMA = {
     "hidden_size": 8,
@@ -112,6 +115,20 @@ def test_as_row_returns_the_columns_of_each_task() -> None:
     assert as_row([5, 6, 7], "pretrain") == {"text": "5 6 7"}
     assert as_row([5, 6, 7], "sft") == {"prompt": "5 ", "completion": "6 7"}
     assert as_row([5, 6], "text_classification") == {"text": "5 6", "label": "odd"}
+
+
+def test_cells_with_the_same_rows_keep_their_own_micro_batches(tmp_path: Path) -> None:
+    cells = [
+        Cell(peer="ftcli", shape="tiny", length=64, micro_size=size, accumulation=8 // size, task="preference")
+        for size in (4, 2)
+    ]
+    inputs = inputs_of(cells[0], tmp_path)
+    assert inputs_of(cells[1], tmp_path) == inputs
+    inputs.model.mkdir(parents=True)
+    (inputs.model / "config.json").write_text('{"vocab_size": 512}')
+    write_recipe(cells[0], inputs)
+    sizes = [load_recipe(inputs.recipe, overrides_of(cell, inputs)).batch.micro_size for cell in cells]
+    assert sizes == [4, 2]
 
 
 def test_draw_pairs_fit_into_the_length_and_are_reproducible() -> None:

@@ -49,19 +49,27 @@ def packing_note(
     fill = tokens / length
     if not can_pack or fill > SHORT_ROW or device == "cpu":
         return []
-    gain = _time_of(passes, rule, **pass_costs(device, shape))
+    several = length / tokens
+    packed_rows = max(1, round(rows / several))
+    gain = _time_of(passes, rule, **pass_costs(device, shape), most=_packed_tokens(recipe, rule, packed_rows))
     if gain < WORTH_NAMING:
         return []
-    several, times = length / tokens, f"{gain:.1f}" if gain < 10 else f"{gain:.0f}"
+    times = f"{gain:.1f}" if gain < 10 else f"{gain:.0f}"
     return [
         f"rows fill {100 * fill:.0f} % of data.max_length {length}: data.packing true would train about {times} "
         f"times as many tokens per second. A row is then about {several:.0f} of today's, none of which sees another, "
-        f"so the {pluralise(rows, 'row')} of a step become {max(1, round(rows / several))} for the same curve"
+        f"so the {pluralise(rows, 'row')} of a step become {packed_rows} for the same curve"
     ]
 
 
-def _time_of(passes: Iterable[list[list[int]]], rule: PassRule, *, enough: int, overhead: int) -> float:
-    """Return the time of some steps over that of their tokens in full passes without padding."""
+def _packed_tokens(recipe: Recipe, rule: PassRule, rows: int) -> int:
+    """Return the tokens of a pass of packed rows: those of a process in a step, or of `batch.micro_size` rows."""
+    most = -(-rows // rule.processes)
+    return recipe.data.max_length * (most if recipe.batch.micro_size == "auto" else min(recipe.batch.micro_size, most))
+
+
+def _time_of(passes: Iterable[list[list[int]]], rule: PassRule, *, enough: int, overhead: int, most: int) -> float:
+    """Return the time of some steps over that of their tokens in passes of `most` tokens without padding."""
     spent = real = 0.0
     for lists in passes:
         for first in range(0, len(lists), rule.processes):
@@ -69,7 +77,7 @@ def _time_of(passes: Iterable[list[list[int]]], rule: PassRule, *, enough: int, 
             held = max(int(rule.sizes.of_batches(one, is_flat=rule.is_flat)[0]) for one in turn)
             spent += (max(held, enough) + overhead) * rule.processes
             real += sum(int(rule.sizes.of_batches(one, is_flat=True)[0]) for one in turn)
-    return spent / max(real, 1)
+    return spent / max(real * (max(most, enough) / most), 1)
 
 
 def note_of_run(

@@ -8,6 +8,7 @@ import numpy as np
 
 from ftcli.config.plan import derive_plan
 from ftcli.config.profile import ShardCounts
+from ftcli.models.estimates.pass_budget import enough_tokens
 from ftcli.training.short_rows import expect_passes
 
 from ..models.estimates.test_pass_budget import H100, LORA_8B, lora
@@ -48,3 +49,14 @@ def test_expect_passes_with_a_number_of_rows_measures_its_micro_batches() -> Non
     by_tokens = expected([20] * 32 + [60] * 32)[2]
     gains = [float(note.split(" times as many")[0].rpartition(" ")[2]) for note in (*notes, *by_tokens)]
     assert gains[0] > 3 * gains[1]
+
+
+def test_packing_note_compares_with_packed_passes_of_the_same_number_of_rows() -> None:
+    # Passes of one row of 16 tokens become passes of one row of 256, which have too few tokens for this GPU too.
+    size = {"data": {"max_length": 256}, "global_size": 64, "micro_size": 1}
+    (note,) = expected([16] * 64, **size)[2]
+    assert "would train about 16 times as many" in note and note.endswith("become 4 for the same curve")
+    assert enough_tokens(LORA_8B.shape) > 2 * 256
+    # With micro-batches of 16 rows, which have 256 tokens too, packing brings 4 times as many: there are only 4 rows.
+    (note,) = expected([16] * 64, **size | {"micro_size": 16})[2]
+    assert "would train about 4.0 times as many" in note

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,9 @@ SHORT = {"communication buffers": "buffers", "activations": "activ.", "gradients
 RECOMPUTED = {"none": "nothing", "selective": "less", "full": "everything", "tiled": "everything"}
 MOST_COLUMNS = 100  # columns
 SAME = 0.03  # relative difference below which two step times are the same
+# Part of a step in which the GPU waits for the host, above which it is named: where a step has several passes, and
+# where it has one, so that only twice as many rows in it bring anything.
+WAITING_OF_PASSES, WAITING_OF_ONE = 0.1, 0.5
 
 
 def lines(report: PlanReport) -> list[str]:
@@ -174,11 +177,16 @@ def _verdict(one: Forecast, report: PlanReport) -> str:
 
 
 def hints(report: PlanReport) -> list[str]:
-    """Return the smaller micro sizes that are faster, grouped by what they gain.
+    """Return the smaller micro sizes that are faster, and where the GPU waits for the host.
 
     Args:
         report: The report.
     """
+    return _faster_sizes(report) + _waits_for_host(report)
+
+
+def _faster_sizes(report: PlanReport) -> list[str]:
+    """Return the smaller micro sizes that are faster, grouped by what they gain."""
     profiles_by_gain: dict[str, list[str]] = {}
     for one in report.forecasts:
         if (other := one.faster) is not None and one.time and other.time and one.plan and other.plan:
@@ -186,6 +194,38 @@ def hints(report: PlanReport) -> list[str]:
             key = f"batch.micro_size={other.plan.micro_size} is {gain:.0f} % faster, because {_why_faster(one, other)}"
             profiles_by_gain.setdefault(key, []).append(one.profile)
     return [f"{', '.join(names)}: {key}" for key, names in profiles_by_gain.items()]
+
+
+def _waits_for_host(report: PlanReport) -> list[str]:
+    """Return in which profiles that may fit the GPU waits for the host, and what shortens it, grouped by that."""
+    waiting_by_remedy: dict[str, dict[str, float]] = {}
+    for one in report.forecasts:
+        if (time := one.time) is None or one.fits is False:
+            continue
+        least, remedy = _remedy(one)
+        if time.waiting > least * time.total:
+            waiting_by_remedy.setdefault(remedy, {})[one.profile] = 100 * time.waiting / time.total
+    return [
+        f"{', '.join(waiting)}: the GPU waits for the host for {_range(waiting.values())} % of a step, because its "
+        f"kernels take less time than the host needs to launch them; {remedy}"
+        for remedy, waiting in waiting_by_remedy.items()
+    ]
+
+
+def _remedy(one: Forecast) -> tuple[float, str]:
+    """Return the least part of waiting that is worth a change, and what shortens it, in words."""
+    assert one.plan is not None
+    if one.plan.passes is None and one.plan.accumulation > 1:
+        return WAITING_OF_PASSES, "a larger batch.micro_size makes fewer passes"
+    if one.gpus > 1:
+        return WAITING_OF_ONE, "fewer GPUs with more rows in a pass are nearly as fast"
+    return WAITING_OF_ONE, "more rows in a step take little longer, with another loss curve"
+
+
+def _range(shares: Collection[float]) -> str:
+    """Return numbers as `41`, or `41 to 57`."""
+    low, high = (f"{limit(shares):.0f}" for limit in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def _why_faster(one: Forecast, other: Forecast) -> str:
@@ -244,6 +284,7 @@ def _profile(one: Forecast, report: PlanReport) -> dict[str, Any]:
     seconds = None
     if time is not None:
         seconds = {"compute": time.compute, "communication": time.communication, "data": time.data, "total": time.total}
+        seconds["waiting_for_host"] = time.waiting
     return {
         "profile": one.profile,
         "gpus": one.gpus,

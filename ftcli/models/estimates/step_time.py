@@ -58,12 +58,14 @@ class StepTime:
         communication: What communication adds to it.
         data: Waiting for rows.
         sent: Communication by itself, hidden or not.
+        waiting: Part of `compute` in which the GPU waits for the host to launch its kernels.
     """
 
     compute: float
     communication: float
     data: float
     sent: float
+    waiting: float
 
     @property
     def total(self) -> float:
@@ -106,11 +108,11 @@ def estimate_step(
     compute = max(device / (1 - IDLE), host) + work.updated_on_host / HOST_BANDWIDTH
     sent = work.sent / gpu.link + work.host_traffic / gpu.host_link
     has_hooks = shares.is_stage_3 and not kernels.compiled
-    waits = max(0.0, host - device / (1 - IDLE))  # of the device for the host, in which communication costs nothing
+    waits = max(0.0, host - device / (1 - IDLE))  # communication costs nothing in this time
     exposed = max(sent - compute, (HOOKS_NOT_HIDDEN if has_hooks else NOT_HIDDEN) * sent - waits, 0.0)
     reads_itself = recipe.data.workers == 0 and shape.patches is None
     tokens = plan.micro_size * plan.accumulation * rows.tokens
-    return StepTime(compute, exposed, tokens / COLLATED if reads_itself else 0.0, sent)
+    return StepTime(compute, exposed, tokens / COLLATED if reads_itself else 0.0, sent, waits)
 
 
 def _host_seconds(recipe: Recipe, shape: Shape, shares: ShardCounts, kernels: Kernels, work: Work) -> float:

@@ -19,7 +19,7 @@ from ftcli.models.estimates.shape import Shape, size_of_shape
 from ftcli.models.estimates.step_work import Rows
 from ftcli.reports.forecast import Target, forecast
 from ftcli.reports.plan import PlanReport
-from ftcli.reports.plan_text import _run_table, verdict
+from ftcli.reports.plan_text import _run_table, hints, verdict
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.gpus import find_gpu, measured_speeds_path
 from ftcli.training.short_rows import expect_passes
@@ -196,6 +196,33 @@ def test_plan_hints_at_a_smaller_micro_size_that_recomputes_less(recipe: Path) -
     )
     (hint,) = [line for line in report.lines() if line.startswith("hint: ")]
     assert "fsdp: batch.micro_size=" in hint and "% faster, because nothing is recomputed" in hint
+
+
+def waiting(recipe: Path, profile: str = "ddp", gpus: int = 2, **changes: object) -> tuple[float, list[str]]:
+    """Return the part of a step in which the GPU waits for the host, and what the hints say of it."""
+    report = planned(recipe, profile, gpus=gpus, overrides=[f"{key}={value}" for key, value in changes.items()])
+    time = report.forecasts[0].time
+    assert time is not None
+    return time.waiting / time.total, [line for line in hints(report) if "waits for the host" in line]
+
+
+def test_plan_says_where_the_gpu_waits_for_the_host_and_what_shortens_it(recipe: Path) -> None:
+    short = {"data.max_length": 256, "batch.micro_size": 1, "model.torch_compile": "false"}
+    share, (hint,) = waiting(recipe, **short)
+    assert share > 0.5 and f" for {100 * share:.0f} % of a step" in hint
+    assert hint.startswith("ddp: ") and hint.endswith("a larger batch.micro_size makes fewer passes")
+    assert waiting(recipe, **short, **{"batch.global_size": 2})[1][0].endswith(
+        "fewer GPUs with more rows in a pass are nearly as fast"
+    )
+    assert waiting(recipe, "single", 1, **short, **{"batch.global_size": 1})[1][0].endswith("with another loss curve")
+
+
+def test_plan_says_nothing_of_the_host_where_it_hardly_limits_a_step(recipe: Path) -> None:
+    assert waiting(recipe) == (0.0, [])
+    several = {"data.max_length": 3072, "batch.micro_size": 1, "model.torch_compile": "false"}
+    share, found = waiting(recipe, **several)
+    assert 0.1 < share < 0.5 and len(found) == 1, "several passes"
+    assert waiting(recipe, **several, **{"batch.global_size": 2})[1] == [], "one pass: more rows would take longer"
 
 
 @pytest.mark.parametrize(("gpus", "memory", "length"), [(2, 14, 8192), (2, 16, 8192), (8, 14, 8192)])

@@ -3,7 +3,8 @@
     python benchmarks/plan_errors.py [--page docs/explanation/plan-accuracy.md]
 
 Compared is the newest untraced line of ftcli per cell and label, with the settings, kernels and recomputation that its
-log has. The table has the measured and the planned peak of allocated memory, and the median step. Below it, each
+log has. Lines with "host layers a second", which `ftcli doctor --bench` measures too, are planned for a host of that
+speed. The table has the measured and the planned peak of allocated memory, and the median step. Below it, each
 constant that comes from lines is estimated without one group of them, and that group is compared. Imports no torch.
 """
 
@@ -16,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from ftcli.models.estimates.memory_estimate import estimate_memory, has_fresh_gr
 from ftcli.models.estimates.shape import Shape, size_of_shape  # noqa: E402
 from ftcli.models.estimates.step_time import StepTime, estimate_step  # noqa: E402
 from ftcli.models.estimates.step_work import Kernels, Rows  # noqa: E402
-from ftcli.runtime.gpus import PRODUCT_SHARE, find_gpu  # noqa: E402
+from ftcli.runtime.gpus import HOST_LAYERS, PRODUCT_SHARE, find_gpu  # noqa: E402
 
 FACTS = HOME / "speed.jsonl"
 WHOLE = "whole on each GPU, so trained as under ddp"  # in the log of an adapter under fsdp
@@ -223,6 +224,8 @@ def compare(number: int, line: dict[str, Any]) -> Compared:
     recipe, shape = recipe_of(line), Shape.of(configuration(cell["shape"]))
     gpu = find_gpu(line["device"])
     assert shape is not None and gpu is not None
+    if (layers := line.get("host layers a second")) is not None:
+        gpu = replace(gpu, host=layers / HOST_LAYERS)
     size, plan = size_of_shape(shape, recipe), derive_plan(recipe, cell["processes"])
     shares = load_profile("ddp" if WHOLE in facts else cell["profile"]).shard_counts(cell["processes"])
     mode = recipe.model.gradient_checkpointing

@@ -21,6 +21,7 @@ SLOW = 1.0  # seconds: after a call this long, larger messages are left out
 SIZES = [2**power for power in range(10, 31, 2)]  # bytes: 1 KiB to 1 GiB
 MEMORY_PART = 0.25  # of the free memory that all buffers may take
 FLOAT = 4  # bytes of an element
+HOST_LAYERS, HOST_WIDTH, HOST_ROWS, HOST_CALLS = 16, 64, 8, 50  # kernels that take the GPU less time than the host
 
 
 def bus_bandwidth(collective: str, size: int, seconds: float, ranks: int) -> float:
@@ -40,7 +41,7 @@ def bus_bandwidth(collective: str, size: int, seconds: float, ranks: int) -> flo
 
 
 def measure_device(device: torch.device) -> dict[str, Any]:
-    """Return the rates of matrix products, memory and copies to the host, under the keys that `ftcli plan` reads.
+    """Return the rates of matrix products, memory, copies to the host, and the host, by the keys `ftcli plan` reads.
 
     Args:
         device: The device.
@@ -66,7 +67,39 @@ def measure_device(device: torch.device) -> dict[str, Any]:
         rates["host_to_device_bytes_per_second"] = 2**28 / to_device
         rates["device_to_host_bytes_per_second"] = 2**28 / to_host
         rates["host_bytes_per_second"] = 2**28 / max(to_device, to_host)
+        rates["host_layers_per_second"] = measure_host(device)
     return rates
+
+
+def measure_host(device: torch.device) -> float:
+    """Return how many small layers a second the host runs forward and backward, for a GPU that waits for it.
+
+    A layer is a norm, two matrix products and an activation function, under autocast to bfloat16.
+
+    Args:
+        device: The device.
+    """
+    layers = torch.nn.Sequential(
+        *(
+            layer
+            for _ in range(HOST_LAYERS)
+            for layer in (
+                torch.nn.LayerNorm(HOST_WIDTH),
+                torch.nn.Linear(HOST_WIDTH, HOST_WIDTH),
+                torch.nn.GELU(),
+                torch.nn.Linear(HOST_WIDTH, HOST_WIDTH),
+            )
+        )
+    ).to(device)
+    rows = torch.randn(HOST_ROWS, HOST_WIDTH, device=device)
+
+    def call() -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            result = layers(rows)
+        result.float().sum().backward()
+
+    _timed(call, MOST_CALLS, device)  # the first ones choose kernels
+    return HOST_LAYERS / _timed(call, HOST_CALLS, device)
 
 
 def measure_collectives(device: torch.device) -> list[dict[str, Any]]:

@@ -73,6 +73,8 @@ def speed_lines(speeds: Mapping[str, Any]) -> list[str]:
         "disk_bytes_per_second": "disk, with fsync",
     }
     text += [f"{name:<22} {speeds[key] / GIGA:10.2f} GB/s" for key, name in names.items() if speeds.get(key)]
+    if rate := speeds.get("host_layers_per_second"):
+        text.append(f"{'host, small layers':<22} {rate:10,.0f} a second")
     if lines := speeds.get("collectives"):
         text += ["", f"collectives of {speeds['processes']} processes; bandwidths in GB/s as nccl-tests define them"]
         text.append(f"  {'collective':<16}{'bytes':>15}{'time in us':>15}{'algorithm':>12}{'bus':>12}")

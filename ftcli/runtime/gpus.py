@@ -26,6 +26,9 @@ LINK_SHARE = 0.4  # NCCL beside computation, in bytes of one direction: 0.2 to 0
 ALONE_SHARE = 0.8
 RING_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # those of a training step
 LEAST_BYTES = 2**24  # smaller messages measure the latency
+# Layers a second (`measure_host`) of a host for which the constants of step_time.py hold: 1.225 times what was measured
+# on a host on which two cells took 1.22 and 1.23 times as long as on the host of the constants.
+HOST_LAYERS = 1375
 MEASURED_FILE = "machine-speeds-{host}.json"  # in the cache folder of ftcli, which several machines may share
 
 
@@ -41,6 +44,7 @@ class GPU:
         link: Bytes per second to the other GPUs of a machine, in one direction.
         host_link: Bytes per second between GPU and host, in one direction.
         source: The document with the figures, or the file with the measured ones.
+        host: Speed at which the host launches kernels, relative to that of the hosts behind the estimates.
     """
 
     name: str
@@ -50,6 +54,7 @@ class GPU:
     link: float
     host_link: float
     source: str
+    host: float = 1.0
 
 
 def _gpu(
@@ -158,6 +163,7 @@ def with_measured_speeds(gpu: GPU, path: Path) -> GPU:
     - `link_bytes_per_second`: rate to the other GPUs beside computation, for hand-written files. It goes before
       `collectives`.
     - `host_bytes_per_second`: rate of a copy between GPU and pinned host memory.
+    - `host_layers_per_second`: small layers that the host launches forward and backward.
 
     Args:
         gpu: The GPU.
@@ -176,6 +182,8 @@ def with_measured_speeds(gpu: GPU, path: Path) -> GPU:
     bandwidths: dict[str, Any] = {
         field: float(values[key]) for field, key in names.items() if _is_rate(values.get(key))
     }
+    if _is_rate(layers := values.get("host_layers_per_second")):
+        bandwidths["host"] = layers / HOST_LAYERS
     if "link" not in bandwidths and (link := _measured_link(values)):
         bandwidths["link"] = link
     if not rates and not bandwidths:

@@ -104,7 +104,7 @@ def estimate_step(
     device = work.layer_flops / gpu.products[recipe.precision] + work.other_flops / other
     device += work.attention_flops / attention + work.traffic / gpu.bandwidth
     device += GRAPH_LAYER * work.host_layers * kernels.graphs
-    host = _host_seconds(recipe, shape, shares, kernels, work)
+    host = _host_seconds(recipe, shape, shares, kernels, work) / gpu.host
     compute = max(device / (1 - IDLE), host) + work.updated_on_host / HOST_BANDWIDTH
     sent = work.sent / gpu.link + work.host_traffic / gpu.host_link
     has_hooks = shares.is_stage_3 and not kernels.compiled

@@ -16,6 +16,7 @@ SPEEDS = {
     "product_flops": {"bf16": 7.5e14},
     "memory_bytes_per_second": 4.2e12,
     "host_bytes_per_second": 5e10,
+    "host_layers_per_second": 1650.0,
     "disk_bytes_per_second": None,
     "processes": 4,
     "collectives": [LINE, LINE | {"bytes": 4096}],
@@ -31,17 +32,27 @@ def test_bus_bandwidth_follows_the_definitions_of_nccl_tests() -> None:
     assert bus_bandwidth("point_to_point", 8_000, 2.0, 2) == 4_000
 
 
+def test_measure_host_counts_layers_whose_gradients_it_computes() -> None:
+    import torch
+
+    from ftcli.hardware.speed_tests import measure_host
+
+    assert 1 < measure_host(torch.device("cpu")) < 1e6
+
+
 def test_keep_speeds_writes_the_file_that_plan_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTCLI_CACHE", str(tmp_path / "cache"))
     assert keep_speeds(SPEEDS) == measured_speeds_path()
     gpu = with_measured_speeds(require_gpu("H200"), measured_speeds_path())
     assert gpu.products["bf16"] == 7.5e14 and gpu.bandwidth == 4.2e12 and gpu.host_link == 5e10
+    assert gpu.host == 1.2
     assert gpu.link == require_gpu("H200").link, "small messages measure the latency"
 
 
 def test_speed_lines_show_bandwidths_in_gigabytes() -> None:
     text = "\n".join(speed_lines(SPEEDS))
     assert "matrix products, bf16     750.000 TFLOP/s" in text and "disk" not in text
+    assert "host, small layers          1,650 a second" in text
     assert text.splitlines()[-2].split() == ["all_reduce", "1,024", "100.0", "0.010", "0.015"]
 
 

@@ -143,6 +143,14 @@ def test_estimate_step_is_work_over_rates() -> None:
     assert slow.total == slow.compute + slow.data
 
 
+def test_estimate_step_scales_launches_with_the_speed_of_the_host() -> None:
+    # Kernels take no time on this GPU, so the step is that of the host.
+    usual, slow = time_of(), time_of(host=0.5)
+    assert slow.compute == pytest.approx(2 * usual.compute) and usual.waiting == pytest.approx(usual.compute, rel=1e-3)
+    by_device = {"products": {"bf16": 1e6, "fp32": 1e6}, "bandwidth": 1e7}
+    assert time_of(**by_device, host=0.5) == time_of(**by_device) and time_of(**by_device).waiting == 0
+
+
 @pytest.mark.parametrize(
     ("kernels", "shares", "changes", "expected"),
     [

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.checkpoint.answer_ends import BASE_LACKS_IT
 from ftcli.checkpoint.hf_shards import save_weights
 from ftcli.config.recipe_model import Model
 from ftcli.data.revisions import is_on_hub
-from ftcli.models.adapter_folder import HOW_TO_LOAD
+from ftcli.models.adapter_folder import BASE_CONFIG
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -105,8 +104,21 @@ def name_base_revision(config: Path, model: Model) -> None:
         config.write_text(json.dumps(settings | {"revision": model.revision}, indent=2) + "\n", encoding="utf-8")
 
 
-def merged_card(text: str) -> str:
-    """Return the model card of an adapter as that of a merged model."""
-    text = text.partition(HOW_TO_LOAD)[0].replace("library_name: peft", "library_name: transformers")
-    text = text.replace(BASE_LACKS_IT, "")
-    return text.replace("# LoRA adapter for", "# Fine-tuned (LoRA, merged) from")
+def name_base_rows(folder: Path, model: Model) -> None:
+    """Write the base's number of tokens into an adapter's configuration of it. Older versions wrote the resized one.
+
+    Args:
+        folder: Folder of the adapter. Nothing is done without such a configuration.
+        model: The recipe's section of the model. Nothing is done without new tokens.
+    """
+    path = folder / BASE_CONFIG / "config.json"
+    if not model.new_tokens or not path.exists():
+        return
+    from transformers import PretrainedConfig
+
+    own, _ = PretrainedConfig.get_config_dict(model.name, revision=model.revision)
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    for part, of_base in ((settings, own), (settings.get("text_config"), own.get("text_config"))):
+        if isinstance(part, dict) and isinstance(of_base, dict) and "vocab_size" in of_base:
+            part["vocab_size"] = of_base["vocab_size"]
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -20,14 +20,15 @@ from ftcli.checkpoint.conversion import (
     cast_values,
     convert_adapter,
     convert_model,
-    merged_card,
     name_base_revision,
+    name_base_rows,
     name_dtype,
 )
 from ftcli.checkpoint.export_job import ExportJob
-from ftcli.checkpoint.final import PROBE, check_base, check_final_files, load_plain, model_card
+from ftcli.checkpoint.final import PROBE, check_base, check_final_files, load_plain
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
 from ftcli.checkpoint.hf_shards import SHARD_SIZE, save_weights, shard_bytes
+from ftcli.checkpoint.model_card import merged_card, model_card
 from ftcli.checkpoint.proof import fits_in_memory, prove
 from ftcli.checkpoint.rebuild import rebuild_by_task
 from ftcli.checkpoint.task_errors import explain_task_errors
@@ -242,6 +243,7 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
         return replace(expected, distance=prove(job, model, folder, labels=expected.labels))
     if job.is_adapter:
         name_base_revision(folder / "adapter_config.json", job.recipe.model)
+        name_base_rows(folder, job.recipe.model)
         convert_adapter(folder / "adapter_model.safetensors", job.dtype)
     else:
         convert_model(job.final, folder, job.dtype, job.most)

@@ -1,4 +1,4 @@
-"""Write final weights in the form that plain transformers and peft load, and the model card.
+"""Write final weights in the form that plain transformers and peft load.
 
 A run writes `final/` and a probe: fixed inputs with the logits of the trained model. An export (export.py) must
 reproduce these logits.
@@ -7,21 +7,16 @@ reproduce these logits.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.checkpoint.answer_ends import describe_answer_ends
 from ftcli.config.recipe import Recipe
-from ftcli.config.recipe_model import NO_MODEL
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.adapter_folder import (
     adapter_settings,
     base_of,
-    has_label_names,
     label_settings,
-    loading_instructions,
 )
 from ftcli.models.adapters import CONFIG, WEIGHTS
 from ftcli.models.files import header_problem, weight_files
@@ -29,7 +24,6 @@ from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
 from ftcli.models.trained_on import TOKENIZER_PARTS, check_trained_on, differences, trained_on
 from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.reader_errors import reading
-from ftcli.runtime.redaction import redact
 from ftcli.runtime.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -68,76 +62,6 @@ def last_metrics(folder: RunFolder) -> dict[str, float]:
     """Return the metrics of a run's last evaluation; empty without one."""
     rows = [{name: value for name, value in row.items() if name.startswith("eval/")} for row in folder.metrics()]
     return {name.removeprefix("eval/"): value for name, value in next((row for row in rows[::-1] if row), {}).items()}
-
-
-def label_names(model: Any) -> list[str]:
-    """Return the label names of a classifier, in the order of its logits; empty for another model."""
-    config: Any = getattr(model, "config", None)
-    return list(config.id2label.values()) if has_label_names(config) else []
-
-
-def model_card(
-    recipe: Recipe,
-    metrics: dict[str, float],
-    model: Any = None,
-    auto_class: str = "",
-    pipeline_tag: str | None = None,
-    *,
-    task: Any = None,
-) -> str:
-    """Return the model card of the trained weights, without secrets.
-
-    Args:
-        recipe: Recipe of the run.
-        metrics: Metrics of the last evaluation.
-        model: The model, for the names of its labels.
-        auto_class: Name of transformers' class that loads the model.
-        pipeline_tag: Name of the task on the hub; None leaves it out.
-        task: The task of the run, for the tokens that end an answer.
-    """
-    from huggingface_hub import ModelCardData
-
-    named = [(recipe.model.name, recipe.model.revision)]
-    named += [(source.path, source.revision) for source in recipe.data.train_sources]
-    commits = [f"{name} {revision}" for name, revision in named if revision and is_on_hub(name)]
-    measured = [f"| {name} | {value:.4f} |" for name, value in metrics.items()]
-    table = ["| metric | value |", "|---|---|", *measured] if measured else ["Not evaluated."]
-    kind = "LoRA adapter for" if recipe.adapter.type == "lora" else "Fine-tuned from"
-    base = recipe.model.name
-    if base == NO_MODEL:
-        kind, base = "A model that its task builds", ""
-    trained_on = ", ".join(source.path for source in recipe.data.train_sources)
-    tokens = ", ".join(f"`{token}`" for token in recipe.model.new_tokens)
-    resized = f"New tokens: {tokens}. " if tokens else ""
-    if tokens and recipe.adapter.type != "none":
-        resized += "If the base has fewer rows, first `base.resize_token_embeddings(len(tokenizer))`."
-    variables = json.dumps(recipe.data.chat_template_kwargs, ensure_ascii=False)
-    rendered = f"Its chat template was given `{variables}`: give `apply_chat_template` the same." * (variables != "{}")
-    ends = describe_answer_ends(task, is_adapter=recipe.adapter.type != "none")
-    has_code = bool(getattr(getattr(model, "config", None), "auto_map", None))
-    how_to_load = loading_instructions(auto_class, label_names(model), pipeline_tag, has_code=has_code)
-    library = "peft" if recipe.adapter.type == "lora" else "transformers" if auto_class else None
-    header = ModelCardData(library_name=library, tags=["ftcli"], pipeline_tag=pipeline_tag)
-    card = "\n".join(
-        [
-            "---",
-            header.to_yaml(),
-            "---",
-            f"# {kind} {base}".rstrip(),
-            "",
-            f"Task {recipe.task} on {trained_on}, {recipe.batch.global_size} rows a step, "
-            f"learning rate {recipe.optimizer.learning_rate:g}, precision {recipe.precision}, seed {recipe.seed}.",
-            *(["", f"Commits: {', '.join(commits)}."] if commits else []),
-            *(["", resized] if resized else []),
-            *(["", rendered] if rendered else []),
-            *(["", ends] if ends else []),
-            "",
-            *table,
-            "",
-            *(how_to_load if recipe.adapter.type != "none" else []),
-        ]
-    )
-    return redact(card)
 
 
 def check_final_files(final: Path, *, is_adapter: bool, has_config: bool) -> None:

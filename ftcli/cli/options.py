@@ -52,7 +52,9 @@ TemperatureOption = Annotated[
 TopPOption = Annotated[
     float,
     typer.Option(
-        "--top-p", metavar="P", min=0, max=1, help="Sample from the most likely tokens with this total probability."
+        "--top-p",
+        metavar="P",
+        help="Sample from the most likely tokens with this total probability, above 0 and at most 1.",
     ),
 ]
 TemplateOption = Annotated[

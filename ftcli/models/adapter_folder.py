@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.data.label_names import number_name, same_labels
 from ftcli.data.paths import local_path
 from ftcli.data.revisions import is_on_hub
+from ftcli.models.new_tokens import rows_before
 from ftcli.models.structure import saved_buffers
 from ftcli.models.trained_on import trained_on
 from ftcli.runtime.errors import InputError, Problem, shortened
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 BASE_CONFIG = "base_config"  # folder of the base's config.json, for AutoConfig.from_pretrained(subfolder=...)
 LABEL_KEYS = ("id2label", "label2id", "problem_type")
-HOW_TO_LOAD = "## How to load"
 PEFT_HEADS = ("classifier", "score")  # modules that peft treats as the head if a task type is set
 
 
@@ -62,6 +62,8 @@ def write_adapter(model: Any, values: dict[str, Tensor], folder: Path, task_type
         config.architectures = [type(base).__name__]
         if hasattr(config, "quantization_config"):  # a setting of this training, not of the base model
             del config.quantization_config
+        if (rows := rows_before(base)) is not None:  # so the base is loaded as it is, and resized then
+            config.get_text_config().vocab_size = rows
         config.save_pretrained(folder / BASE_CONFIG)
         _remove_dtype(folder / BASE_CONFIG / "config.json")
 
@@ -190,55 +192,6 @@ def _moves(trained: Sequence[str], labels: Sequence[str]) -> bool:
     """Return whether a label is in both lists at different places; case and white space around it do not matter."""
     before, now = ([number_name(name) or name.strip().casefold() for name in each] for each in (trained, labels))
     return any(name in now and now.index(name) != index for index, name in enumerate(before))
-
-
-def loading_instructions(
-    auto_class: str, labels: Sequence[str], pipeline_tag: str | None, *, has_code: bool = False
-) -> list[str]:
-    """Return the last section of a model card: code that loads a classifier's adapter with its label names.
-
-    Args:
-        auto_class: transformers' class that loads the base model.
-        labels: Names of the classes.
-        pipeline_tag: The task's name on the hub; None if it has none.
-        has_code: Whether the base model has Python code of its own. transformers does not look for it in a subfolder.
-
-    Returns:
-        Lines of Markdown; empty without labels or tag.
-    """
-    if pipeline_tag is None or not labels:
-        return []
-    processor = "image_processor" if pipeline_tag.startswith("image-") else "tokenizer"
-    if has_code:
-        names = ", ".join(f"{index}: {json.dumps(name, ensure_ascii=False)}" for index, name in enumerate(labels))
-        given = "them as `id2label`. Its Python code is run"
-        code = [
-            f"from transformers import {auto_class}, pipeline",
-            "",
-            f"names = {{{names}}}",
-            f"model = {auto_class}.from_pretrained(",
-            "    folder, id2label=names, ignore_mismatched_sizes=True, trust_remote_code=True",
-            ")",
-        ]
-    else:
-        given = "the configuration that has them"
-        code = [
-            f"from transformers import AutoConfig, {auto_class}, pipeline",
-            "",
-            f'config = AutoConfig.from_pretrained(folder, subfolder="{BASE_CONFIG}")',
-            f"model = {auto_class}.from_pretrained(folder, config=config, ignore_mismatched_sizes=True)",
-        ]
-    return [
-        HOW_TO_LOAD,
-        "",
-        f"The base model has no label names, so give it {given}. `folder` is this folder.",
-        "",
-        "```python",
-        *code,
-        f'classify = pipeline("{pipeline_tag}", model=model, {processor}=folder)',
-        "```",
-        "",
-    ]
 
 
 def _remove_dtype(path: Path) -> None:

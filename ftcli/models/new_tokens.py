@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
 
 
+ROWS_BEFORE = "_ftcli_rows_before"  # attribute of a model
+
+
 def resize_embeddings(model: Any, recipe: Recipe) -> Any:
     """Resize embeddings to a row for every token of the tokenizer. Models with spare rows keep their size.
+
+    A resized model gets an attribute with the number of rows before, for `rows_before`.
 
     Args:
         model: A transformers model; its weights may be on the meta device.
@@ -30,9 +35,20 @@ def resize_embeddings(model: Any, recipe: Recipe) -> Any:
     """
     if recipe.model.new_tokens:
         tokens = max(_new_ids(recipe)) + 1
-        if tokens > model.get_input_embeddings().num_embeddings:
+        rows = model.get_input_embeddings().num_embeddings
+        if tokens > rows:
             model.resize_token_embeddings(tokens, mean_resizing=False)
+            setattr(model, ROWS_BEFORE, rows)
     return model
+
+
+def rows_before(model: Any) -> int | None:
+    """Return the rows of the embeddings before `resize_embeddings` resized them; None if it did not.
+
+    Args:
+        model: A model, without adapter.
+    """
+    return getattr(model, ROWS_BEFORE, None)
 
 
 def initialise_new_rows(model: Any, recipe: Recipe) -> None:

@@ -217,7 +217,7 @@ class Task(sft.Task):
         parts: dict[str, Tensor] = {}
         for name, loss in self.losses.items():
             further = {"matched": matched} if loss.needs_ranks else {}
-            parts[name] = loss.function(logps, **self.values[name], **further) * weights
+            parts[name] = (loss.function(logps, **self.values[name], **further) * weights).float()
         if self.likelihood:
             parts[LIKELIHOOD] = nll * pairs.token_weights(batch)
         return parts
@@ -226,7 +226,7 @@ class Task(sft.Task):
         """Return rewards and log-probabilities of each pair, in total and by source."""
         values = self._values(logps)
         real = batch["weight_units"] > 0
-        values = {name: value * real for name, value in values.items()}
+        values = {name: value.float() * real for name, value in values.items()}
         return values | source_notes(values, batch["pair_sources"], self.sources)
 
     def _values(self, logps: PairLogps) -> dict[str, Tensor]:

@@ -153,7 +153,7 @@ class Task(sft.Task):
             batch |= {name + MISMATCHED: value for name, value in others.items()}
         for name in (REFERENCE, MISMATCHED_REFERENCE):
             if name in rows[0]:
-                batch[name] = torch.tensor([row[name] if row["items"] else 0.0 for row in rows], dtype=torch.float32)
+                batch[name] = torch.tensor([row[name] if row["items"] else 0.0 for row in rows], dtype=torch.float64)
         for name, column in zip(PLACES, ("source", "row"), strict=True):
             batch[name] = torch.tensor([int(row.get(column, 0)) for row in rows], dtype=torch.int64)
         return batch
@@ -196,12 +196,14 @@ class Task(sft.Task):
         logps, ratios = self._log_ratios(model, batch)
         is_desirable, real = batch["is_desirable"], batch["weight_units"] > 0
         notes: dict[str, Tensor] = {}
-        for name, values in (("rewards", self.options.beta * ratios.detach()), ("logps", logps.detach())):
+        for name, wide in (("rewards", self.options.beta * ratios.detach()), ("logps", logps.detach())):
+            values = wide.float()
             notes |= {f"{name}/chosen": values * (real & is_desirable)}
             notes |= {f"{name}/rejected": values * (real & ~is_desirable)}
         if self.has_baseline:
-            notes["kl"] = baseline * real
-        return {self.options.loss: self._values(ratios, is_desirable, baseline) * pair_weights(batch), NOTES: notes}
+            notes["kl"] = (baseline * real).float()
+        losses = self._values(ratios, is_desirable, baseline) * pair_weights(batch)
+        return {self.options.loss: losses.float(), NOTES: notes}
 
     def _log_ratios(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the log-probability of each answer, and its difference to that under the reference."""

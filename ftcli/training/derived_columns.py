@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from ftcli.training.run import Run
 
-COLUMNS_FORMAT = 2  # raised when the same rows and weights give other columns
+COLUMNS_FORMAT = 3  # raised when the same rows and weights give other columns
 META = "meta.json"  # file of a folder of columns: their shapes, the parts of their key, and the hardware
 DIFFERENCES = {  # part of a key -> what is different about columns under another key
     "weights": "other weights",
@@ -168,9 +168,12 @@ def key_parts(run: Run) -> dict[str, Any]:
 def _keys_of_earlier_versions(run: Run, parts: dict[str, Any]) -> Iterator[str]:
     """Yield the keys that earlier versions of ftcli gave the same columns, and checkpoints name. A collective.
 
-    First that without the files of a custom task, then that before the digest of the weights' files.
+    First those with sums in float32, also without the files of a custom task, then that before the digest of the
+    weights' files.
     """
-    yield columns_key(parts | _row_parts(run))
+    in_float32 = parts | {"format": 2}
+    yield columns_key(in_float32)
+    yield columns_key(in_float32 | _row_parts(run))
     yield columns_key({"format": 1, "weights": _values_digest(run)} | _row_parts(run))
 
 
@@ -272,7 +275,7 @@ def _compute(run: Run, split: str) -> dict[str, np.ndarray]:
         _check(columns, first, len(ids))
         places = np.array([index for _, index in keys])
         for name, value in (columns | {"": torch.from_numpy(places)}).items():
-            host = value.float() if value.is_floating_point() else value
+            host = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value  # numpy has no bfloat16
             collected.setdefault(name, []).append(host.cpu().numpy())
     run.model.train(was_training)
     gathered = {name: run.hardware.ranks.gather(np.concatenate(values)) for name, values in collected.items()}

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.answer_ends import trained_answer_ends, write_answer_ends
-from ftcli.checkpoint.final import PROBE, last_metrics, model_card, write_model
+from ftcli.checkpoint.final import PROBE, last_metrics, write_model
 from ftcli.checkpoint.foreign_files import remove_rewritten, set_aside
 from ftcli.checkpoint.hf_shards import WEIGHT_NAMES
+from ftcli.checkpoint.model_card import model_card
 from ftcli.checkpoint.task_errors import explain_task_errors, task_frame
 from ftcli.hardware.batch_norm import average_statistics
 from ftcli.models.adapter_folder import write_adapter

@@ -191,6 +191,46 @@ def test_export_of_a_lora_classifier_has_label_names_in_every_form(
         torch.testing.assert_close(model.eval()(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+DORA = {"type": "lora", "r": 4, "use_dora": True}
+WITH_CODE: dict[str, tuple[str, dict[str, Any]]] = {
+    "text-lora": ("new tokens and DoRA", {"adapter": DORA, "model": {"new_tokens": ["<a>", "<b>"]}}),
+    "vit": ("DoRA of images", {"adapter": DORA | {"target_modules": "all-linear"}}),
+    "reward-lora": ("new tokens of a reward model", {"model": {"new_tokens": ["<a>", "<b>"]}}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "text-lora" else pytest.mark.slow) for name in WITH_CODE],
+    ids=[what for what, _ in WITH_CODE.values()],
+)
+def test_code_of_the_model_card_loads_the_adapter_that_was_exported(name: str, inputs: Path, tmp_path: Path) -> None:
+    changes = dict(WITH_CODE[name][1])
+    model = {"name": str(inputs / (CELLS | FURTHER_CELLS)[name][1]), "dropout": 0.0} | changes.pop("model", {})
+    recipe = cell(inputs, name, model=model, train={"max_steps": 3}, **changes)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(tmp_path / "recipe.yaml"), "--output", str(tmp_path / "run")])
+    assert not end.value.code
+    probe = load_file(tmp_path / "run" / "probe.safetensors")
+    logits = probe.pop("logits")
+    for checkpoint in (None, checkpoint_path(tmp_path / "run", 3)):
+        folder = export(checkpoint or tmp_path / "run", tmp_path / f"exported-{checkpoint is None}")
+        code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+        scope: dict[str, Any] = {"folder": str(folder)}
+        exec(code, scope)
+        with torch.no_grad():
+            torch.testing.assert_close(scope["model"].eval()(**probe).logits, logits, atol=1e-5, rtol=1e-5)
+        assert scope["classify"].model is scope["model"]
+    # Older versions wrote the number of rows after the resize.
+    config = tmp_path / "run" / "final" / "base_config" / "config.json"
+    settings = json.loads(config.read_text())
+    if "vocab_size" in settings:
+        config.write_text(json.dumps(settings | {"vocab_size": settings["vocab_size"] + 2}))
+        older = export(tmp_path / "run", tmp_path / "older") / "base_config" / "config.json"
+        assert json.loads(older.read_text())["vocab_size"] == settings["vocab_size"]
+
+
 def test_export_of_final_weights_without_the_trained_ends_adds_them(
     runs: Callable[[str], Path], tmp_path: Path
 ) -> None:

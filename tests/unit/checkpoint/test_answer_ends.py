@@ -10,8 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ftcli.checkpoint.answer_ends import BASE_LACKS_IT, complete_answer_ends, write_answer_ends
-from ftcli.checkpoint.conversion import merged_card
-from ftcli.checkpoint.final import model_card
+from ftcli.checkpoint.model_card import merged_card, model_card
 from ftcli.config.recipe import Recipe
 from ftcli.models.own_model import save_config
 from ftcli.tasks.build import build_task

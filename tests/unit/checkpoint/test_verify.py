@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ftcli.checkpoint.export import _find_probe
 from ftcli.checkpoint.export_job import ExportJob
 from ftcli.checkpoint.final import PROBE
+from ftcli.checkpoint.model_card import loading_instructions
 from ftcli.checkpoint.verify import ExpectedModel, digest, reload_in_fresh_process
 from ftcli.config.recipe import Recipe
-from ftcli.models.adapter_folder import BASE_CONFIG, loading_instructions, write_adapter
+from ftcli.models.adapter_folder import BASE_CONFIG, write_adapter
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import save_tiny_causal

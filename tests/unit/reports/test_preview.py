@@ -294,6 +294,11 @@ def test_preview_of_missing_end_tokens_and_double_start_tokens_warns(write: Writ
         "warning",
         "3 of 3 rows (100.0 %) have an empty answer (rows 1, 2, 3)",
     )
+    # Two pieces of one row, of which the second may have nothing but the end of the answer.
+    assert warnings_with(content=np.zeros(3, int), number=np.array([0, 1, 1]))[0] == (
+        "warning",
+        "1 of 3 rows (33.3 %) have an empty answer (row 1)",
+    )
 
 
 OWN_TASK = """

@@ -243,10 +243,13 @@ def test_digests_of_files_are_remembered_until_a_file_changes(base: Path, monkey
 
 def test_a_checkpoint_from_before_the_digest_of_files_resumes(inputs: Path, base: Path) -> None:
     run = pairs_run(inputs, base)
-    *_, before = derived_columns._keys_of_earlier_versions(run, derived_columns.key_parts(run))
-    assert before != run.derived
-    derived_columns.add_columns(run, state={"derived": before}, anyway=False)
-    assert run.derived == before
+    parts = derived_columns.key_parts(run)
+    in_float32, *_, before = derived_columns._keys_of_earlier_versions(run, parts)
+    assert in_float32 == derived_columns.columns_key(parts | {"format": 2})
+    for key in (in_float32, before):
+        assert key != derived_columns.columns_key(parts)
+        derived_columns.add_columns(run, state={"derived": key}, anyway=False)
+        assert run.derived == key
 
 
 READING = """
@@ -271,7 +274,7 @@ def test_columns_of_a_task_depend_on_the_files_that_it_reads_and_not_on_their_pl
     first, moved, other = run_of("here", "1"), run_of("there", "1"), run_of("here", "2")
     assert first.rows.digests == other.rows.digests  # the rows do not depend on the file
     assert first.derived == moved.derived != other.derived
-    earlier = next(derived_columns._keys_of_earlier_versions(other, derived_columns.key_parts(other)))
+    _, earlier, _ = derived_columns._keys_of_earlier_versions(other, derived_columns.key_parts(other))
     derived_columns.add_columns(other, state={"derived": earlier}, anyway=False)  # a checkpoint from before the files
     assert other.derived == earlier
 

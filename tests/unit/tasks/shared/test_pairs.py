@@ -209,8 +209,22 @@ def test_side_sums_give_each_value_the_gradient_of_its_side() -> None:
     rows = prepared([(2, 3, 2, 1), (1, 2, 4, 2)])
     batch = side_layout(sides_of(rows))
     values = torch.zeros(8, requires_grad=True)
-    side_sums(values, batch).backward(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    side_sums(values, batch).backward(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
     assert values.grad is not None and values.grad.tolist() == [1, 1, 1, 2, 3, 3, 4, 4]
+
+
+def test_side_sums_of_long_answers_keep_the_smallest_difference_of_their_tokens() -> None:
+    batch = side_layout(sides_of(prepared([(1, 900, 1, 900)])))
+    values = torch.full((1800,), 5.5)
+    values[7] += 5e-7  # the next float32; float32 sums near 5000 are 5e-4 apart
+    chosen, rejected = side_sums(values, batch).tolist()
+    assert chosen - rejected == float(values[7]) - 5.5 > 0
+
+
+def test_given_log_probabilities_of_a_reference_are_not_rounded() -> None:
+    row = prepared([(1, 2, 1, 2)])[0] | {"ref_chosen_logps": -4951.0000123, "ref_rejected_logps": -1.0}
+    batch = collate_pairs([row], 0, is_flat=False, attn_implementation=None)
+    assert batch["ref_chosen_logps"].tolist() == [-4951.0000123]
 
 
 def test_a_batch_has_weights_and_given_numbers_of_its_pairs() -> None:

@@ -151,6 +151,12 @@ class Recipe(Section):
         if mode != "frozen" and not self.data.drop_last:
             message = f"data.drop_last: false pads the last step, and batch_norm: {mode} would count the padding"
             raise ValueError(message)
+        recomputed = self.model.gradient_checkpointing
+        if mode != "frozen" and recomputed not in ("auto", "none"):
+            raise ValueError(
+                f"model.gradient_checkpointing: {recomputed} computes layers twice, and model.batch_norm: {mode} would "
+                "update their statistics twice: set gradient_checkpointing to none or auto, or batch_norm to frozen"
+            )
         if mode != "frozen" and self.adapter.type != "none" and not self.adapter.modules_to_save:
             raise ValueError(
                 f"model.batch_norm: {mode} updates running statistics, which an adapter does not hold: set it to "

@@ -18,7 +18,7 @@ from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks import sft
 from ftcli.tasks.protocol import COUNT_UNIT, ITEMS, NOTES, Batch, Row, Seen, Span, Term
 from ftcli.tasks.shared import pairs
-from ftcli.tasks.shared.judged_answers import AsChat, ChatTemplate, check_whole_rows, encode_parsed, reference_nll
+from ftcli.tasks.shared.judged_answers import AsChat, ChatTemplate, encode_parsed, reference_nll, whole_row_problems
 from ftcli.tasks.shared.pair_reports import (
     ACCURACIES,
     PAIR_METRICS,
@@ -103,9 +103,10 @@ class Task(sft.Task):
         "schedule": {"name": "cosine", "warmup_steps": 0.1},
     }
 
+    recipe_problems = staticmethod(whole_row_problems)
+
     def __init__(self, recipe: Recipe, options: Options) -> None:
         super().__init__(recipe, sft.Options(chat=options.chat, chat_template=options.chat_template))
-        check_whole_rows(recipe)
         self.options = options
         self.losses = {name: PREFERENCE_LOSSES[name] for name in options.losses}
         self.values = {name: _options_of(name, given) for name, given in options.losses.items()}

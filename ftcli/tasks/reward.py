@@ -26,7 +26,7 @@ from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.protocol import COUNT_UNIT, ITEMS, NOTES, Batch, Row, Span, Term
 from ftcli.tasks.shared import scored_answers as scored
 from ftcli.tasks.shared.chat_tokenizer import load_chat_tokenizer, tokenizer_digest
-from ftcli.tasks.shared.judged_answers import AsChat, ChatTemplate, check_whole_rows, encode_parsed
+from ftcli.tasks.shared.judged_answers import AsChat, ChatTemplate, encode_parsed, whole_row_problems
 from ftcli.tasks.shared.label_options import check_distinct
 from ftcli.tasks.shared.pair_reports import answer_spans, mean_by_weight
 from ftcli.tasks.shared.pairs import pair_weights
@@ -90,8 +90,9 @@ class Task:
         "schedule": {"name": "cosine", "warmup_steps": 0.1},
     }
 
+    recipe_problems = staticmethod(whole_row_problems)
+
     def __init__(self, recipe: Recipe, options: Options) -> None:
-        check_whole_rows(recipe)
         self.recipe, self.options, self.is_flat = recipe, options, is_flat(recipe)
         self.tokenizer = load_chat_tokenizer(recipe, options.chat_template)
         self.variables = recipe.data.chat_template_kwargs

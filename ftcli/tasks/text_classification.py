@@ -6,13 +6,13 @@ Shapes: B rows, T tokens, C labels.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ftcli.data.chat.text_spans import decode_spans
 from ftcli.data.formats import text_of
 from ftcli.models.positions import needs_left_padding
-from ftcli.runtime.errors import InputError
+from ftcli.runtime.errors import Problem
 from ftcli.tasks.protocol import Batch, Row, Span
 from ftcli.tasks.shared.batches import attention_mask, pad
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ftcli.config.recipe import Recipe
+    from ftcli.config.yaml_document import Keys
     from ftcli.data.mixture import SourceRows
 
 
@@ -66,11 +67,6 @@ class Task:
     def __init__(self, recipe: Recipe, options: Options) -> None:
         from ftcli.models.tokenizer import load_tokenizer
 
-        if recipe.data.truncation == "split":
-            problem = (
-                "data.truncation: text_classification does not support split, because a part of a text has no label"
-            )
-            raise InputError(problem, hint="set it to truncate or drop")
         self.recipe, self.options = recipe, options
         self.problem, self.problem_type = problem_of(options), option(options, "problem_type")
         self.metric_names = self.problem.metric_names
@@ -79,6 +75,13 @@ class Task:
         self.tokenizer = load_tokenizer(recipe.model, fast=True)
         self.segments = True  # whether the model may take them; `finish_model` decides
         self.pads_left = False
+
+    @staticmethod
+    def recipe_problems(recipe: Recipe, where: Callable[[Keys], str]) -> Iterator[Problem]:
+        """Yield a problem if the recipe splits rows."""
+        if recipe.data.truncation == "split":
+            message = "data.truncation: text_classification does not support split, because part of a text has no label"
+            yield Problem(message, where(("data", "truncation")), "set it to truncate or drop")
 
     def fingerprint(self) -> str:
         """Return a digest of the tokenizer."""

@@ -18,7 +18,7 @@ from ftcli.runtime.errors import RowError
 from ftcli.tasks import sft
 from ftcli.tasks.protocol import COUNT_UNIT, ITEMS, NOTES, Batch, Row, Seen, Span, Term
 from ftcli.tasks.shared import labelled_answers as labelled
-from ftcli.tasks.shared.judged_answers import AsChat, ChatTemplate, check_whole_rows, encode_parsed, reference_nll
+from ftcli.tasks.shared.judged_answers import AsChat, ChatTemplate, encode_parsed, reference_nll, whole_row_problems
 from ftcli.tasks.shared.mismatched import LabelCounts, add_mismatched_answers
 from ftcli.tasks.shared.pair_reports import ACCURACIES, PAIR_METRICS, answer_pairs, is_right, mean_by_weight
 from ftcli.tasks.shared.pairs import model_inputs, pair_weights, side_sums
@@ -71,9 +71,10 @@ class Task(sft.Task):
         "schedule": {"name": "cosine", "warmup_steps": 0.1},
     }
 
+    recipe_problems = staticmethod(whole_row_problems)
+
     def __init__(self, recipe: Recipe, options: Options) -> None:
         super().__init__(recipe, sft.Options(chat=options.chat, chat_template=options.chat_template))
-        check_whole_rows(recipe)
         self.options = options
         self.has_baseline = options.loss == "kto"
         if self.has_baseline:  # other modules look for this attribute

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ftcli.runtime.errors import InputError, RowError
+from ftcli.runtime.errors import Problem, RowError
 from ftcli.tasks.protocol import Batch, Row
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ftcli.config.recipe import Recipe
+    from ftcli.config.yaml_document import Keys
 
 
 AsChat = Annotated[
@@ -32,22 +33,19 @@ ChatTemplate = Annotated[
 ]
 
 
-def check_whole_rows(recipe: Recipe) -> None:
-    """Check that the recipe neither splits rows nor reads a stream.
+def whole_row_problems(recipe: Recipe, where: Callable[[Keys], str]) -> Iterator[Problem]:
+    """Yield a problem if the recipe splits rows, and one if it reads a stream: `recipe_problems` of the tasks.
 
-    Raises:
-        InputError: It does.
+    Args:
+        recipe: The recipe.
+        where: Returns file and line of a key.
     """
     if recipe.data.truncation == "split":
-        raise InputError(
-            f"data.truncation: {recipe.task} does not support split, because part of an answer cannot be judged",
-            hint="set it to truncate or drop",
-        )
+        message = f"data.truncation: {recipe.task} does not support split, because part of an answer cannot be judged"
+        yield Problem(message, where(("data", "truncation")), "set it to truncate or drop")
     if recipe.data.streaming:
-        raise InputError(
-            f"data.streaming: {recipe.task} needs all rows before the first step",
-            hint="set data.streaming to false",
-        )
+        message = f"data.streaming: {recipe.task} needs all rows before the first step"
+        yield Problem(message, where(("data", "streaming")), "set data.streaming to false")
 
 
 def encode_parsed(

@@ -24,8 +24,9 @@ from ftcli.checkpoint.conversion import (
     name_base_rows,
     name_dtype,
 )
+from ftcli.checkpoint.deletion import DeletedCheckpoint, explain_deletion
 from ftcli.checkpoint.export_job import ExportJob
-from ftcli.checkpoint.final import PROBE, check_base, check_final_files, load_plain
+from ftcli.checkpoint.final import check_base, check_final_files, find_probe, load_plain
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
 from ftcli.checkpoint.hf_shards import SHARD_SIZE, save_weights, shard_bytes
 from ftcli.checkpoint.model_card import merged_card, model_card
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+TRIES = 3  # of an export of the newest checkpoint, which its run may delete meanwhile
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -86,10 +88,20 @@ def export(
     Example:
         >>> ftcli.export("runs/my", "exported", merge=True)
     """
-    target = user_path(directory).absolute()
-    job = _plan_export(
-        user_path(source), merge=merge, dtype=dtype, most=shard_bytes(shard_size), trusted=trust_remote_code
-    )
+    origin, target = user_path(source), user_path(directory).absolute()
+    how: dict[str, Any] = {"merge": merge, "dtype": dtype, "most": shard_bytes(shard_size)}
+    for left in reversed(range(TRIES)):
+        try:
+            return _export_once(_plan_export(origin, trusted=trust_remote_code, **how), target)
+        except DeletedCheckpoint as error:
+            if is_checkpoint(origin) or not left:
+                raise
+            log_line(f"{error.problems[0].what}; exporting the newest one")
+    raise AssertionError
+
+
+def _export_once(job: ExportJob, target: Path) -> Path:
+    """Write an export and verify it; raises `DeletedCheckpoint` if the run deletes the checkpoint meanwhile."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} is not an empty folder", hint="export into a new folder")
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
@@ -100,7 +112,8 @@ def export(
         raise InputError(f"cannot create {target}: {error.strerror}", hint="export into another folder") from error
     with exit_on_sigterm(), ExitStack() as at_end:
         at_end.callback(shutil.rmtree, temporary, ignore_errors=True)
-        expected = _write_checkpoint(job, temporary) if job.checkpoint else _write_final(job, temporary)
+        with explain_deletion(job.checkpoint):
+            expected = _write_checkpoint(job, temporary) if job.checkpoint else _write_final(job, temporary)
         distance, rounding = (
             reload_in_fresh_process(temporary, expected)
             if job.auto_class
@@ -136,7 +149,8 @@ def _plan_export(source: Path, *, merge: bool, dtype: str | None, most: int, tru
     if checkpoint is None:
         recipe, run = load_run_recipe(source, trust_remote_code=trusted), RunFolder(source)
     else:
-        recipe = check_stored(stored_recipe(checkpoint), checkpoint, trusted=trusted)
+        with explain_deletion(checkpoint):
+            recipe = check_stored(stored_recipe(checkpoint), checkpoint, trusted=trusted)
         run = RunFolder(checkpoint.parent.parent)
     if merge and recipe.adapter.type == "none":
         raise InputError("--merge: this run trained the whole model and has no adapter", hint="remove --merge")
@@ -153,7 +167,7 @@ def _plan_export(source: Path, *, merge: bool, dtype: str | None, most: int, tru
         auto_class=auto_class,
         final=final,
         checkpoint=checkpoint,
-        probe=_find_probe(run, checkpoint),
+        probe=find_probe(run, checkpoint),
         dtype=dtype or ("bfloat16" if recipe.precision == "bf16_pure" else "float32"),
         merge=merge,
         most=most,
@@ -187,25 +201,6 @@ def find_weights(source: Path) -> tuple[Path | None, Path | None]:
         log_line(f"{problem}; falling back to {checkpoint}")
     log_line(f"{source} has no final weights yet; exporting {checkpoint}")
     return None, checkpoint
-
-
-def _find_probe(run: RunFolder, checkpoint: Path | None) -> Path | None:
-    """Return the probe of a run's final weights, or of a checkpoint if it was computed with the same weights.
-
-    A probe that a power cut left empty or truncated is logged and not used.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    path = run.path / PROBE
-    if not path.is_file() or not run.final.is_dir():
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            step = (file.metadata() or {}).get("step")
-    except (OSError, SafetensorError) as error:
-        log_line(f"{path} is damaged and not used ({error}): the export is compared by its weights only")
-        return None
-    return path if checkpoint is None or step == str(read_state(checkpoint)["step"]) else None
 
 
 def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.checkpoint.folder import read_state
 from ftcli.config.recipe import Recipe
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.adapter_folder import (
@@ -23,6 +24,7 @@ from ftcli.models.files import header_problem, weight_files
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
 from ftcli.models.trained_on import TOKENIZER_PARTS, check_trained_on, differences, trained_on
 from ftcli.runtime.errors import InputError, shortened
+from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import reading
 from ftcli.runtime.run_folder import RunFolder
 
@@ -33,6 +35,25 @@ if TYPE_CHECKING:
 
 
 PROBE = "probe.safetensors"
+
+
+def find_probe(run: RunFolder, checkpoint: Path | None) -> Path | None:
+    """Return the probe of a run's final weights, or of a checkpoint if it was computed with the same weights.
+
+    A probe that a power cut left empty or truncated is logged and not used.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = run.path / PROBE
+    if not path.is_file() or not run.final.is_dir():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            step = (file.metadata() or {}).get("step")
+    except (OSError, SafetensorError) as error:
+        log_line(f"{path} is damaged and not used ({error}): the export is compared by its weights only")
+        return None
+    return path if checkpoint is None or step == str(read_state(checkpoint)["step"]) else None
 
 
 def write_model(task: Any, model: Any, values: Iterator[tuple[str, Tensor]], folder: Path) -> None:

@@ -31,10 +31,15 @@ def explain_task_errors(task: Any, hint: str) -> Iterator[None]:
         if frame is None:
             raise
         raise InputError(
-            f"the task's method {frame.name} raised {type(error).__name__}: {error}",
+            f"the task's method {_method_name(error, frame.filename)} raised {type(error).__name__}: {error}",
             where=f"{frame.filename}:{frame.lineno}",
             hint=hint,
         ) from error
+
+
+def _method_name(error: Exception, file: str) -> str:
+    """Return the function of a file that was called first: the last frame may be of a helper, or `<lambda>`."""
+    return next(frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file)
 
 
 def task_frame(task: Any, error: Exception) -> traceback.FrameSummary | None:

@@ -26,7 +26,7 @@ from ftcli.data.row_counts import count_rows
 from ftcli.data.text_files import parse_rows
 from ftcli.models.estimates.pass_budget import SHORT_ROW
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.reader_errors import user_path
+from ftcli.runtime.reader_errors import user_path, writing
 from ftcli.runtime.resources import shipped_folder
 from ftcli.tasks.protocol import properties_of
 
@@ -88,7 +88,7 @@ def write_recipe(
     if not path.parent.is_dir():
         raise InputError(f"the folder {path.parent} for {path.name} does not exist")
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with writing(path, "--output"), path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise InputError(f"{path} exists already", hint="name another file with --output") from None

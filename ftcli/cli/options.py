@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def given_path(value: str) -> Path:
+    """Return a path of the command line; raise `BadParameter` for an empty one, which `Path` takes as this folder."""
+    if not value:
+        raise typer.BadParameter("is empty")
+    return Path(value)
+
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, or the name of a shipped one.")]
 ProfileOption = Annotated[

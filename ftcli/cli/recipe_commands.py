@@ -26,10 +26,11 @@ from ftcli.cli.options import (
     SetOption,
     TrustOption,
     for_accelerate,
+    given_path,
     with_trust,
 )
-from ftcli.runtime.errors import EXIT_DONE, InputError, shortened
-from ftcli.runtime.reader_errors import user_path
+from ftcli.runtime.errors import EXIT_DONE, shortened
+from ftcli.runtime.reader_errors import output_file, writing
 from ftcli.runtime.terminal import Style, print_text
 from ftcli.runtime.whole_numbers import whole_number
 
@@ -53,7 +54,7 @@ def train(
     set_: SetOption = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="DIR", help="Run folder. Default: runs/<recipe's name>."),
+        typer.Option("--output", parser=given_path, metavar="DIR", help="Run folder. Default: runs/<recipe's name>."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Test the recipe: two steps, one evaluation, one save.")
@@ -146,19 +147,21 @@ def preview(
     full: Annotated[bool, typer.Option("--full", help="Show long rows completely.")] = False,
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids below each row.")] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page instead, and print its name.")
+        Path | None,
+        typer.Option(
+            "--html", parser=given_path, metavar="FILE", help="Write an HTML page instead, and print its name."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show rows as the model reads them. Exit code 2 if the rows have an error, as with check --data."""
     from ftcli.reports import preview as module
 
-    html = None if html is None else user_path(html, "--html")
-    if html is not None and not html.parent.is_dir():
-        raise InputError(f"--html: the folder {html.parent} for {html.name} does not exist")
+    html = None if html is None else output_file(html, "--html", "rows.html")
     preview = module.preview_data(recipe, rows=rows, row=row, split=split, full=full, overrides=set_ or ())
     if html is not None:
-        html.write_text(preview.as_page(), encoding="utf-8")
+        with writing(html, "--html"):
+            html.write_text(preview.as_page(), encoding="utf-8")
     text = (
         json.dumps(preview.as_dict(), indent=1) if as_json else "\n".join(preview.lines(Style.of(sys.stdout), ids=ids))
     )
@@ -194,7 +197,10 @@ def parity(
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="New folder. Default: runs/<recipe's name>-parity.")
+        Path | None,
+        typer.Option(
+            "--output", parser=given_path, metavar="DIR", help="New folder. Default: runs/<recipe's name>-parity."
+        ),
     ] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -224,7 +230,7 @@ def init(
         typer.Option("--eval", metavar="E", help="Rows to evaluate on. Default: a few rows of the data."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="New file. Default: <task>.yaml.")
+        Path | None, typer.Option("--output", parser=given_path, metavar="FILE", help="New file. Default: <task>.yaml.")
     ] = None,
 ) -> None:
     """Write a commented recipe to start from."""

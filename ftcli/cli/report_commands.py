@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ftcli.cli.options import given_path
 from ftcli.runtime.terminal import print_text
 
 RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders.")]
@@ -20,6 +21,7 @@ def report(
         Path | None,
         typer.Option(
             "--output",
+            parser=given_path,
             metavar="FILE.html",
             help="File to write. Default: report.html, for one run in its folder, else in the working folder.",
         ),

@@ -26,6 +26,7 @@ from ftcli.cli.options import (
     TopPOption,
     TrustOption,
     for_accelerate,
+    given_path,
 )
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.terminal import print_text
@@ -57,7 +58,8 @@ def evaluate(
 def export(
     source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run folder, or one of its checkpoints.")],
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="New folder for the weights; not needed with --push.")
+        Path | None,
+        typer.Argument(parser=given_path, metavar="[DIR]", help="New folder for the weights; not needed with --push."),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into its base model.")] = False,
     dtype: Annotated[
@@ -99,7 +101,12 @@ def generate(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="FILE", help="More prompts: .txt with one per line, or .jsonl with messages."),
+        typer.Option(
+            "--file",
+            parser=given_path,
+            metavar="FILE",
+            help="More prompts: .txt with one per line, or .jsonl with messages.",
+        ),
     ] = None,
     system: SystemOption = None,
     max_new_tokens: MaxNewTokensOption = 128,

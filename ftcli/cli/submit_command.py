@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ftcli.cli.options import CpuOption, ProfileOption, RecipeArgument, SetOption, TrustOption
+from ftcli.cli.options import CpuOption, ProfileOption, RecipeArgument, SetOption, TrustOption, given_path
 from ftcli.runtime.log import log_line
 from ftcli.runtime.terminal import print_text
 
@@ -30,10 +30,11 @@ def submit(
     cpu: CpuOption = False,
     set_: SetOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="Run folder. Default: runs/<recipe's name>.")
+        Path | None,
+        typer.Option("--output", parser=given_path, metavar="DIR", help="Run folder. Default: runs/<recipe's name>."),
     ] = None,
     template: Annotated[
-        Path | None, typer.Option("--template", metavar="FILE", help="Your own template of the job.")
+        Path | None, typer.Option("--template", parser=given_path, metavar="FILE", help="Your own template of the job.")
     ] = None,
     placeholder: Annotated[
         list[str] | None,

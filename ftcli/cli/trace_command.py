@@ -17,6 +17,7 @@ from ftcli.cli.options import (
     SetOption,
     TrustOption,
     for_accelerate,
+    given_path,
     with_trust,
 )
 from ftcli.runtime.terminal import print_text
@@ -31,7 +32,10 @@ def trace(
     cpu: CpuOption = False,
     set_: SetOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="New folder. Default: runs/<recipe's name>-trace.")
+        Path | None,
+        typer.Option(
+            "--output", parser=given_path, metavar="DIR", help="New folder. Default: runs/<recipe's name>-trace."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     trust_remote_code: TrustOption = False,

@@ -57,6 +57,9 @@ def apply_overrides(
     Returns:
         The changed document. Overrides that cannot be read or applied are in its `problems`.
     """
+    if isinstance(overrides, str | Mapping):
+        hint = 'give a list, such as overrides=["train.max_steps=4"]'
+        raise InputError(f"overrides must be a list of texts KEY=VALUE, not a {type(overrides).__name__}", hint=hint)
     values, places, problems = copy.deepcopy(document.values), dict(document.places), list(document.problems)
     seen: dict[str, str] = {}
     for override in overrides:

@@ -37,6 +37,9 @@ def _task_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (PACKAGE / "tasks").glob("*.py") if _defines_task(path)))
 
 
+METHODS = ("encode", "blank", "collate", "count", "loss", "eval_step", "metrics")  # that each task needs
+
+
 def is_custom_task(name: str) -> bool:
     """Return whether a task's name is a file or module of the user, and not a shipped task."""
     return "/" in name or "." in name
@@ -137,6 +140,20 @@ def recipe_problems(recipe: Recipe, task: Any, where: Callable[[Keys], str] = la
     """
     find = getattr(task, "recipe_problems", None)
     return [] if find is None else list(find(recipe, where))
+
+
+def check_methods(name: str, task: type) -> None:
+    """Raise `InputError` if the class of a custom task lacks a method that every task needs.
+
+    Args:
+        name: Name of the task.
+        task: Its class.
+    """
+    names = [method for method in dir(task) if not method.startswith("_")]
+    for method in METHODS:
+        if method not in names and f"{method}_rows" not in names:  # `encode_rows` may stand for `encode`
+            hint = nearest(method, names) or "ftcli/tasks/protocol.py says what it takes and returns"
+            raise InputError(f"the class Task of task '{name}' has no method {method}", hint=hint)
 
 
 def lacks_method(name: str, method: str) -> bool:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.checkpoint.deletion import explain_deletion
 from ftcli.checkpoint.folder import find_damage, is_checkpoint, newest_intact, read_state, stored_recipe
 from ftcli.config.load import load_run_recipe
 from ftcli.config.recipe import Recipe
@@ -199,6 +200,8 @@ def load_generator(
     from ftcli.models.tokenizer import load_tokenizer
 
     quiet_libraries()
+    if not str(target):
+        raise InputError("the name of the run or model is empty", hint="name a run folder, a checkpoint or a model")
     name, path, chat = str(target), Path(target), _ChatRequest(dict(chat_template_kwargs or {}), converses)
     use = torch.accelerator.is_available() and not cpu
     device = torch.accelerator.current_accelerator() if use else torch.device("cpu")
@@ -298,13 +301,14 @@ def _from_checkpoint(path: Path, device: torch.device, chat: _ChatRequest, *, tr
     from ftcli.checkpoint.assemble import build_matching_model, load_trained_weights
     from ftcli.checkpoint.reader import CheckpointReader
 
-    state = read_state(path)
-    recipe = _check_generates(stored_recipe(path), path, trusted=trusted)
-    task = _build_task(recipe, chat, path)
-    log_line(f"loading {path} on {device}")
-    model = build_matching_model(recipe, task, state).float()
-    with CheckpointReader(path, list(state["files"])) as stored:
-        load_trained_weights(model, stored, state, is_adapter=recipe.adapter.type != "none")
+    with explain_deletion(path):
+        state = read_state(path)
+        recipe = _check_generates(stored_recipe(path), path, trusted=trusted)
+        task = _build_task(recipe, chat, path)
+        log_line(f"loading {path} on {device}")
+        model = build_matching_model(recipe, task, state).float()
+        with CheckpointReader(path, list(state["files"])) as stored:
+            load_trained_weights(model, stored, state, is_adapter=recipe.adapter.type != "none")
     return TextGenerator(str(path), task.tokenizer, model.to(device), task.encode_prompt)
 
 

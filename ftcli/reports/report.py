@@ -23,7 +23,7 @@ from ftcli.reports.run_comparison import RunComparison, Table, compare_records
 from ftcli.reports.run_record import RunRecord, read_runs
 from ftcli.reports.run_series import GROUPS, Panel, find_panels
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.reader_errors import reason, user_path
+from ftcli.runtime.reader_errors import output_file, writing
 from ftcli.runtime.terminal import visible
 
 FILE = "report.html"
@@ -66,13 +66,11 @@ def write_report(*runs: str | Path, output: str | Path | None = None) -> Path:
     records = read_runs(runs)
     path = _output_file(records, output)
     page = draw_report(records)
-    try:
+    with writing(path, "--output"):
         if output is None:
             _replace_file(path, page)
         else:
             path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {reason(error)}", hint="choose a file with --output") from None
     return path
 
 
@@ -92,12 +90,7 @@ def _output_file(runs: Sequence[RunRecord], output: str | Path | None) -> Path:
     """Return the file to write; raise `InputError` for a folder, and for a file in a folder that does not exist."""
     if output is None:
         return runs[0].path / FILE if len(runs) == 1 else Path(FILE)
-    path = user_path(output, "--output")
-    if path.is_dir():
-        raise InputError(f"--output: {path} is a folder", hint=f"give a file, such as {path / FILE}")
-    if not path.parent.is_dir():
-        raise InputError(f"--output: the folder {path.parent} for {path.name} does not exist")
-    return path
+    return output_file(output, "--output", FILE)
 
 
 def draw_report(runs: Sequence[RunRecord]) -> str:

@@ -89,6 +89,44 @@ def path_problem(name: str) -> str | None:
     return "is longer than 4,095 bytes" if len(encoded) > 4095 else None
 
 
+def output_file(name: str | os.PathLike[str], key: str, example: str) -> Path:
+    """Return the path of a file to write that a user gave, with `~` expanded.
+
+    Args:
+        name: The path as the user wrote it.
+        key: The option of the path, for messages.
+        example: Name of a file, for messages.
+
+    Raises:
+        InputError: It is a folder, or in a folder that does not exist.
+    """
+    path = user_path(name, key)
+    if path.is_dir():
+        raise InputError(f"{key}: {path} is a folder", hint=f"give a file, such as {path / example}")
+    if not path.parent.is_dir():
+        raise InputError(f"{key}: the folder {path.parent} for {path.name} does not exist")
+    return path
+
+
+@contextmanager
+def writing(path: Path, key: str) -> Iterator[None]:
+    """Convert errors of the system inside the block, which writes a file of the user's choice.
+
+    Args:
+        path: The file.
+        key: The option that names it, for messages.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {reason(error)}", hint=f"choose a file with {key}") from None
+
+
 def user_path(name: str | os.PathLike[str], key: str = "") -> Path:
     """Return a path that a user gave, with `~` expanded.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ftcli.config.task_registry import find_task, is_custom_task, recipe_problems
+from ftcli.config.task_registry import check_methods, find_task, is_custom_task, recipe_problems
 from ftcli.models.kernels.document_attention import check_attention
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.opened_files import recording_creation
@@ -37,6 +37,7 @@ def build_task(recipe: Recipe) -> Task:
     options, problems = validate(module.Options, recipe.task_options, prefix=("task_options",))
     if problems := problems or [*recipe_problems(recipe, module.Task)]:
         raise InputError(problems)
+    check_methods(recipe.task, module.Task)
     check_attention(recipe, module.Task)
     with recording_creation(recipe.task, module) if is_custom_task(recipe.task) else nullcontext():
         task: Task = module.Task(recipe, options)

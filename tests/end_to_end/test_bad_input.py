@@ -210,6 +210,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         PAIRS | {"data": {"train": "pairs.jsonl", "streaming": True}},
         ("data.streaming: preference needs all rows before the first step", "set data.streaming to false"),
     ),
+    "split pairs": (
+        PAIRS | {"data": {"train": "pairs.jsonl", "truncation": "split"}},
+        ("data.truncation: preference does not support split", "set it to truncate or drop"),
+    ),
+    "split texts": (
+        TEXT | {"data": {"train": "texts.jsonl", "truncation": "split"}},
+        ("data.truncation: text_classification does not support split", "set it to truncate or drop"),
+    ),
     "a loss that does not exist": (
         PAIRS | {"task_options": {"losses": {"sigmoyd": {}}}},
         ("task_options.losses: no preference loss 'sigmoyd'", "did you mean 'sigmoid'?"),
@@ -494,6 +502,14 @@ def test_check_names_a_missing_model_missing_rows_and_a_missing_tracker_in_one_e
         (
             ("preview", "quickstart", "--html", "nowhere/page.html"),
             ("the folder nowhere for page.html does not exist",),
+        ),
+        (("preview", "quickstart", "--html", "images"), ("--html: images is a folder", "images/rows.html")),
+        (("preview", "quickstart", "--html", ""), ("--html", "is empty")),
+        (("train", "quickstart", "--output", ""), ("--output", "is empty")),
+        (("generate", "", "--prompt", "x"), ("the name of the run or model is empty",)),
+        (
+            ("init", "sft", "--model", "causal", "--data", "chats.jsonl", "--output", "/proc/none.yaml"),
+            ("/proc/none.yaml cannot be written", "choose a file with --output"),
         ),
         (("export", "a_run", "chats.jsonl/new"), ("cannot create", "Not a directory", "another folder")),
         (("generate", "vit", "--prompt", "x"), ("cannot load vit",)),

@@ -25,9 +25,10 @@ from ftcli.checkpoint import assemble
 from ftcli.checkpoint.export import export
 from ftcli.checkpoint.final import load_plain
 from ftcli.checkpoint.folder import read_state, update_state
+from ftcli.checkpoint.foreign_files import remove_checkpoint
 from ftcli.config.load import load_recipe
 from ftcli.runtime.checkpoint_names import checkpoint_path
-from ftcli.runtime.errors import ExportError
+from ftcli.runtime.errors import ExportError, InputError
 from ftcli.testing import run_on_cpu
 from ftcli.training.setup import prepare
 
@@ -295,6 +296,34 @@ def test_export_with_dtype_and_shard_size_rounds_once_and_writes_an_index(
             tensors = [opened.get_tensor(key) for key in opened.keys()]  # noqa: SIM118
         assert sum(value.nbytes for value in tensors) <= max(9000, largest)
     assert json.loads((tmp_path / "e" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_export_of_a_checkpoint_that_its_run_deletes_meanwhile_takes_the_newest(
+    runs: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ftcli.checkpoint import export as module
+
+    run, write = shutil.copytree(runs("sft-tied"), tmp_path / "run"), module._write_checkpoint
+    shutil.rmtree(run / "final")
+    older, newer = (checkpoint_path(run, step) for step in (2, 4))
+    newer.rename(tmp_path / "kept")
+
+    def write_later(job: Any, folder: Path) -> Any:
+        if job.checkpoint == older:  # the run saves its next checkpoint, and deletes this one
+            (tmp_path / "kept").rename(newer)
+            remove_checkpoint(older)
+        return write(job, folder)
+
+    monkeypatch.setattr(module, "_write_checkpoint", write_later)
+    assert export(run, tmp_path / "exported").is_dir()
+    assert f"{older} was deleted while it was read" in capsys.readouterr().err
+    (tmp_path / "kept").mkdir()
+    newer.rename(tmp_path / "kept" / newer.name)
+    shutil.copytree(tmp_path / "kept" / newer.name, older)
+    monkeypatch.setattr(module, "_write_checkpoint", lambda job, folder: (remove_checkpoint(older), write(job, folder)))
+    with pytest.raises(InputError, match="was deleted while it was read: its run continues"):
+        export(older, tmp_path / "other")
+    assert not (tmp_path / "other").exists() and not list(tmp_path.glob("*.tmp-*"))
 
 
 @pytest.mark.slow

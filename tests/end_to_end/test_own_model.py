@@ -181,6 +181,23 @@ def test_prepare_with_a_task_whose_method_for_saving_raises_names_its_line(metho
     ftcli.prepare(path, cpu=True)  # writes nothing
 
 
+def test_prepare_with_a_task_whose_helper_raises_names_the_method_and_the_line_of_the_helper(inputs: Path) -> None:
+    raising = (
+        "\n    def probe(self, batch):\n        return helper()\n\n\ndef helper():\n    return [{}['x'] for _ in '1']\n"
+    )
+    path = recipe(inputs, OWN + PROBED + raising)
+    line = (inputs / "own.py").read_text().count("\n")
+    with pytest.raises(InputError, match="the task's method probe raised KeyError: 'x'") as raised:
+        ftcli.prepare(path, cpu=True, output=inputs / "run")
+    assert raised.value.problems[0].where == f"{inputs / 'own.py'}:{line}"
+
+
+def test_prepare_with_a_task_without_a_method_that_each_task_needs_names_it(inputs: Path) -> None:
+    path = recipe(inputs, OWN.replace("def eval_step(", "def eval_stp("))
+    with pytest.raises(InputError, match="class Task of task '.*own.py' has no method eval_step.*\n.*'eval_stp'"):
+        ftcli.prepare(path, cpu=True)
+
+
 def test_save_final_with_a_task_that_raises_after_training_names_the_checkpoint(inputs: Path) -> None:
     raising = "\n    def save_model(self, model, folder):\n        assert folder.count('final') == 0, 'not here'\n"
     run = ftcli.prepare(recipe(inputs, OWN + raising), cpu=True, output=inputs / "run")

@@ -7,6 +7,7 @@ of files is decided in corpus.py.
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import io
 import os
@@ -26,6 +27,7 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 BUFFER = 2**20  # bytes per read
 RETRIES = 5  # failures in a row after which an address is given up
 FIRST_WAIT = 1.0  # seconds before the first retry; each further retry waits twice as long
+UNREADABLE = "is the file complete, and compressed as its name says?"
 TRUNCATED = "Truncated compressed stream"  # pyarrow's message, an OSError like all others of pyarrow
 
 Row = dict[str, Any]
@@ -107,7 +109,8 @@ def read_lines(name: str, skip: int, *, size: int | None = None, layout: Layout 
         A row, or a `RowError` for a line that is not a row. An empty line of a .txt file is an `EmptyLine`.
 
     Raises:
-        RunError: The file has another size than `size`, or its compressed data is truncated.
+        InputError: A file on a disk has truncated or otherwise compressed data.
+        RunError: The file has another size than `size`, or a file at an address has truncated data.
     """
     reader, failures, done = reader_of(suffix_of(name), layout), 0, skip
     while True:
@@ -121,7 +124,10 @@ def read_lines(name: str, skip: int, *, size: int | None = None, layout: Layout 
             return
         except _reading_errors() as error:
             if isinstance(error, EOFError) or TRUNCATED in str(error):
-                raise RunError(f"{name} is truncated: the end of its compressed data is missing") from None
+                message = f"{name} is truncated: the end of its compressed data is missing"
+                raise RunError(message) if "://" in name else InputError(message, hint=UNREADABLE) from None
+            if isinstance(error, gzip.BadGzipFile) and "://" not in name:
+                raise InputError(f"{name} is not compressed as its name says: {error}", hint=UNREADABLE) from None
             failures += 1
             if failures > RETRIES or not _is_transient(name, error):
                 raise

@@ -13,9 +13,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ftcli.checkpoint.export import _find_probe
 from ftcli.checkpoint.export_job import ExportJob
-from ftcli.checkpoint.final import PROBE
+from ftcli.checkpoint.final import PROBE, find_probe
 from ftcli.checkpoint.model_card import loading_instructions
 from ftcli.checkpoint.verify import ExpectedModel, digest, reload_in_fresh_process
 from ftcli.config.recipe import Recipe
@@ -140,9 +139,9 @@ def test_find_probe_of_a_damaged_file_is_logged_and_not_used(
     run, path = RunFolder(tmp_path), tmp_path / PROBE
     run.final.mkdir()
     save_file({"logits": torch.zeros(2, 3)}, path, metadata={"step": "4"})
-    assert _find_probe(run, None) == path and capsys.readouterr().err == ""
+    assert find_probe(run, None) == path and capsys.readouterr().err == ""
     whole = path.read_bytes()
     for content in (b"", whole[:20], whole[:-4], bytes(len(whole))):
         path.write_bytes(content)
-        assert _find_probe(run, None) is None
+        assert find_probe(run, None) is None
         assert f"{path} is damaged and not used" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from ftcli.config.load import dump_recipe, find_recipe, key_paths, list_recipes,
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_data import Source
 from ftcli.config.reference import SCHEMA_FILE, recipe_reference, recipe_schema
-from ftcli.config.task_registry import find_task, list_tasks
+from ftcli.config.task_registry import METHODS, find_task, list_tasks
 from ftcli.config.yaml_document import read_document
 from ftcli.runtime.errors import MOST_WORD, InputError, nearest
 from ftcli.runtime.resources import shipped_folder
@@ -466,6 +466,12 @@ def test_load_recipe_with_a_wrong_override_quotes_it(recipe: Path, override: str
             ["model.batch_norm=train"],
             "--set model.batch_norm=train: model.batch_norm: train updates running statistics, which an",
         ),
+        (
+            "",
+            ["model.batch_norm=sync", "model.gradient_checkpointing=full"],
+            "--set model.batch_norm=sync --set model.gradient_checkpointing=full: model.gradient_checkpointing: full "
+            "computes layers twice, and model.batch_norm: sync would",
+        ),
         ("schedule: {min_ratio: 0.5, name: constant}\n", ["seed=3"], "r.yaml:12: schedule.min_ratio has no effect"),
     ],
 )
@@ -473,6 +479,12 @@ def test_load_recipe_with_an_override_that_breaks_a_rule_between_keys_is_reporte
     recipe: Path, more: str, overrides: list[str], problem: str
 ) -> None:
     assert only_problem(GOOD + more, *overrides).startswith(problem)
+
+
+@pytest.mark.parametrize("overrides", ["seed=3", {"seed": 3}])
+def test_load_recipe_with_overrides_that_are_no_list_is_refused(recipe: Path, overrides: object) -> None:
+    with pytest.raises(InputError, match="overrides must be a list of texts KEY=VALUE"):
+        load_recipe(recipe, overrides)  # type: ignore[arg-type]
 
 
 def test_load_recipe_with_an_override_that_completes_the_file_reports_other_problems_at_their_lines(
@@ -650,7 +662,8 @@ def test_recipe_with_a_users_own_task_file_is_checked_in_a_process_apart(recipe:
 
 def test_load_recipe_with_a_module_of_the_user_loads_its_task(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mypackage").mkdir()
-    Path("mypackage/mytask.py").write_text(OWN)
+    needed = "".join(f"\n    def {method}(self, *arguments): ...\n" for method in METHODS)
+    Path("mypackage/mytask.py").write_text(OWN.replace("class Task:\n", f"class Task:{needed}\n"))
     monkeypatch.syspath_prepend(str(Path.cwd()))
     recipe.write_text(GOOD.replace("task: sft", "task: mypackage.mytask\ntask_options: {depth: 3}"))
     loaded = load_recipe(recipe)

@@ -209,7 +209,7 @@ def test_columns_of_stream_of_compressed_files_are_looked_at(folder: Path) -> No
     with pytest.raises(InputError, match="no column 'text'.*\n.*body"):
         check_corpus(Source(path="0.jsonl.gz"), {"text": "text"})
     (folder / "1.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(RunError, match="1.jsonl.gz cannot be read after row 0: Not a gzipped file"):
+    with pytest.raises(InputError, match="1.jsonl.gz is not compressed as its name says: Not a gzipped file"):
         check_corpus(Source(path="1.jsonl.gz"), {})
 
 

@@ -130,7 +130,7 @@ def test_read_lines_of_a_truncated_compressed_file_is_refused(tmp_path: Path, su
     lines = b"".join(b'{"n": %d}\n' % number for number in range(1000))
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(PACKERS[suffix](lines) + PACKERS[suffix](b'{"n": 1000}\n')[:-missing])
-    with pytest.raises(RunError, match="is truncated"):
+    with pytest.raises(InputError, match="is truncated"):
         rows_or_messages(read_lines(str(path), 0))
 
 

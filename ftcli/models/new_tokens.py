@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
 
 
-ROWS_BEFORE = "_ftcli_rows_before"  # attribute of a model
+ROWS_BEFORE = "ftcli_rows_before"  # attribute of a model
 
 
 def resize_embeddings(model: Any, recipe: Recipe) -> Any:

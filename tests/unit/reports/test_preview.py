@@ -324,6 +324,11 @@ class Task:
     def encode(self, row, facts):
         ids = self.tokenizer(row["text"])["input_ids"]
         return [{"input_ids": ids, "trained": [True] * len(ids), "items": len(ids) - 1}]
+
+    def not_called(self, *arguments):
+        raise AssertionError
+
+    blank = collate = count = loss = eval_step = metrics = not_called
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from ftcli.config.recipe_model import Model
 from ftcli.data.revisions import is_on_hub
 from ftcli.models.adapter_folder import BASE_CONFIG
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.reader_errors import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -104,19 +106,28 @@ def name_base_revision(config: Path, model: Model) -> None:
         config.write_text(json.dumps(settings | {"revision": model.revision}, indent=2) + "\n", encoding="utf-8")
 
 
-def name_base_rows(folder: Path, model: Model) -> None:
+def name_base_rows(folder: Path, new_tokens: Sequence[str]) -> None:
     """Write the base's number of tokens into an adapter's configuration of it. Older versions wrote the resized one.
 
     Args:
         folder: Folder of the adapter. Nothing is done without such a configuration.
-        model: The recipe's section of the model. Nothing is done without new tokens.
+        new_tokens: `model.new_tokens` of the recipe. Nothing is done without any.
+
+    Raises:
+        InputError: The configuration of the base cannot be read.
     """
     path = folder / BASE_CONFIG / "config.json"
-    if not model.new_tokens or not path.exists():
+    if not new_tokens or not path.exists():
         return
     from transformers import PretrainedConfig
 
-    own, _ = PretrainedConfig.get_config_dict(model.name, revision=model.revision)
+    adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    name, revision = adapter["base_model_name_or_path"], adapter.get("revision")
+    try:
+        own, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+    except OSError as error:  # transformers' error for everything that it cannot find
+        message = f"the configuration of the base model {name} cannot be read: {first_line(error)}"
+        raise InputError(message, hint="restore the base model") from error
     settings = json.loads(path.read_text(encoding="utf-8"))
     for part, of_base in ((settings, own), (settings.get("text_config"), own.get("text_config"))):
         if isinstance(part, dict) and isinstance(of_base, dict) and "vocab_size" in of_base:

@@ -238,7 +238,7 @@ def _write_final(job: ExportJob, folder: Path) -> ExpectedModel:
         return replace(expected, distance=prove(job, model, folder, labels=expected.labels))
     if job.is_adapter:
         name_base_revision(folder / "adapter_config.json", job.recipe.model)
-        name_base_rows(folder, job.recipe.model)
+        name_base_rows(folder, job.recipe.model.new_tokens)
         convert_adapter(folder / "adapter_model.safetensors", job.dtype)
     else:
         convert_model(job.final, folder, job.dtype, job.most)

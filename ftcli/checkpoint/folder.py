@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ftcli.config.recipe_training import Best
 
 
+LISTINGS = 3  # of the checkpoints of a run in progress, which may delete all of an earlier listing
 FORMAT = 1  # increased when older versions of ftcli can no longer read a checkpoint
 ABANDONED = "abandoned-"  # prefix of checkpoints after the step of a resume; removed after the next complete checkpoint
 _TEMPORARY = re.compile(r"step-\d{6,}\.tmp")
@@ -60,6 +61,14 @@ def find_damage(folder: Path, *, hashes: bool = True) -> str:
     Returns:
         The first problem, with the name of the file; "" if the checkpoint is intact.
     """
+    try:
+        return _find_damage(folder, hashes=hashes)
+    except FileNotFoundError as error:
+        return f"{folder} was deleted while it was read: {Path(error.filename or folder).name} is missing"
+
+
+def _find_damage(folder: Path, *, hashes: bool) -> str:
+    """Return the first problem of a checkpoint's files; raises `FileNotFoundError` if they are deleted meanwhile."""
     if not folder.exists():
         others = ", ".join(other.name for other in checkpoints_of(folder.parent.parent))
         return f"there is no such checkpoint{f'; {folder.parent} has {others}' if others else ''}"
@@ -112,11 +121,15 @@ def newest_intact(run: Path, *, hashes: bool = True) -> tuple[Path | None, list[
     Returns:
         The checkpoint, or None, and the problem of each newer checkpoint.
     """
-    problems: list[str] = []
-    for folder in reversed(checkpoints_of(run)):
-        if not (problem := find_damage(folder, hashes=hashes)):
-            return folder, problems
-        problems.append(problem)
+    for _ in range(LISTINGS):
+        problems: list[str] = []
+        listed = checkpoints_of(run)
+        for folder in reversed(listed):
+            if not (problem := find_damage(folder, hashes=hashes)):
+                return folder, problems
+            problems.append(problem)
+        if checkpoints_of(run) == listed:
+            break
     return None, problems
 
 

@@ -56,7 +56,10 @@ def evaluate(
 
 
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run folder, or one of its checkpoints.")],
+    source: Annotated[
+        Path,
+        typer.Argument(parser=given_path, metavar="RUN|CHECKPOINT", help="Run folder, or one of its checkpoints."),
+    ],
     directory: Annotated[
         Path | None,
         typer.Argument(parser=given_path, metavar="[DIR]", help="New folder for the weights; not needed with --push."),

@@ -142,16 +142,16 @@ def recipe_problems(recipe: Recipe, task: Any, where: Callable[[Keys], str] = la
     return [] if find is None else list(find(recipe, where))
 
 
-def check_methods(name: str, task: type) -> None:
-    """Raise `InputError` if the class of a custom task lacks a method that every task needs.
+def check_methods(name: str, task: Any) -> None:
+    """Raise `InputError` if a custom task lacks a method that every task needs.
 
     Args:
         name: Name of the task.
-        task: Its class.
+        task: The task. Its methods need not be in its class.
     """
-    names = [method for method in dir(task) if not method.startswith("_")]
     for method in METHODS:
-        if method not in names and f"{method}_rows" not in names:  # `encode_rows` may stand for `encode`
+        if not hasattr(task, method) and not hasattr(task, f"{method}_rows"):  # `encode_rows` may stand for `encode`
+            names = [other for other in dir(task) if not other.startswith("_")]
             hint = nearest(method, names) or "ftcli/tasks/protocol.py says what it takes and returns"
             raise InputError(f"the class Task of task '{name}' has no method {method}", hint=hint)
 

@@ -60,7 +60,7 @@ def judge(
     findings += [*_find_duplicates(train), *_find_answer_problems(prepared, values)]
     if "trained_tokens" in values:
         findings += [
-            *_find_untrained_rows(train),
+            *_find_untrained_rows(prepared, train),
             *_find_missing_ends(prepared, train),
             *_find_template_problems(prepared, train),
         ]
@@ -151,7 +151,7 @@ def _find_answer_problems(prepared: Prepared, values: dict[str, Any]) -> Iterato
         )
 
 
-def _find_untrained_rows(train: Measures) -> Iterator[Finding]:
+def _find_untrained_rows(prepared: Prepared, train: Measures) -> Iterator[Finding]:
     nothing = train.trained == 0
     if count := int(nothing.sum()):
         yield Finding(
@@ -159,10 +159,11 @@ def _find_untrained_rows(train: Measures) -> Iterator[Finding]:
             f"{share(count, len(train))} have no trained token ({examples(train, nothing)})",
             "are they truncated before their answer? Show them with --row, and raise data.max_length",
         )
-    rows = np.stack([train.source, train.number])
-    _, place, times = np.unique(rows, axis=1, return_inverse=True, return_counts=True)
-    is_piece = times[place.reshape(-1)] > 1  # of a split row: the last one may have nothing but the end of the answer
-    empty = (train.content == 0) & ~nothing & ~is_piece
+    empty = (train.content == 0) & ~nothing
+    if (prepared.recipe.data.truncation or properties_of(prepared.task).default_truncation) == "split":
+        rows = np.stack([train.source, train.number])
+        _, place, times = np.unique(rows, axis=1, return_inverse=True, return_counts=True)
+        empty &= times[place.reshape(-1)] == 1  # the last piece of a row may have nothing but the end of the answer
     if count := int(empty.sum()):
         yield Finding(
             "warning",

@@ -37,8 +37,8 @@ def build_task(recipe: Recipe) -> Task:
     options, problems = validate(module.Options, recipe.task_options, prefix=("task_options",))
     if problems := problems or [*recipe_problems(recipe, module.Task)]:
         raise InputError(problems)
-    check_methods(recipe.task, module.Task)
     check_attention(recipe, module.Task)
     with recording_creation(recipe.task, module) if is_custom_task(recipe.task) else nullcontext():
         task: Task = module.Task(recipe, options)
+    check_methods(recipe.task, task)
     return task

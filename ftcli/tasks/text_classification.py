@@ -80,7 +80,8 @@ class Task:
     def recipe_problems(recipe: Recipe, where: Callable[[Keys], str]) -> Iterator[Problem]:
         """Yield a problem if the recipe splits rows."""
         if recipe.data.truncation == "split":
-            message = "data.truncation: text_classification does not support split, because part of a text has no label"
+            reason = "because a part of a text has no label"
+            message = f"data.truncation: text_classification does not support split, {reason}"
             yield Problem(message, where(("data", "truncation")), "set it to truncate or drop")
 
     def fingerprint(self) -> str:

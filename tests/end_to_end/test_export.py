@@ -205,7 +205,9 @@ WITH_CODE: dict[str, tuple[str, dict[str, Any]]] = {
     [pytest.param(name, marks=() if name == "text-lora" else pytest.mark.slow) for name in WITH_CODE],
     ids=[what for what, _ in WITH_CODE.values()],
 )
-def test_code_of_the_model_card_loads_the_adapter_that_was_exported(name: str, inputs: Path, tmp_path: Path) -> None:
+def test_code_of_the_model_card_loads_the_adapter_that_was_exported(
+    name: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = dict(WITH_CODE[name][1])
     model = {"name": str(inputs / (CELLS | FURTHER_CELLS)[name][1]), "dropout": 0.0} | changes.pop("model", {})
     recipe = cell(inputs, name, model=model, train={"max_steps": 3}, **changes)
@@ -228,6 +230,11 @@ def test_code_of_the_model_card_loads_the_adapter_that_was_exported(name: str, i
     settings = json.loads(config.read_text())
     if "vocab_size" in settings:
         config.write_text(json.dumps(settings | {"vocab_size": settings["vocab_size"] + 2}))
+        adapter = tmp_path / "run" / "final" / "adapter_config.json"
+        assert "~" not in json.loads(adapter.read_text())["base_model_name_or_path"]
+        stored = tmp_path / "run" / "recipe.yaml"  # a recipe may name the model by ~
+        stored.write_text(stored.read_text().replace(str(inputs), "~"))
+        monkeypatch.setenv("HOME", str(inputs))
         older = export(tmp_path / "run", tmp_path / "older") / "base_config" / "config.json"
         assert json.loads(older.read_text())["vocab_size"] == settings["vocab_size"]
 
@@ -298,6 +305,28 @@ def test_export_with_dtype_and_shard_size_rounds_once_and_writes_an_index(
     assert json.loads((tmp_path / "e" / "config.json").read_text())["dtype"] == dtype
 
 
+def assert_newest_is_found_again(
+    run: Path, newer: Path, older: Path, aside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that a checkpoint which is deleted while its hashes are computed is left for a newer one."""
+    from ftcli.checkpoint import folder as module
+
+    shutil.copytree(newer, older)
+    newer.rename(aside)
+    digest = module._sha256
+
+    def delete_first(path: Path) -> str:
+        if aside.exists():
+            aside.rename(newer)
+            remove_checkpoint(older)
+        return digest(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_sha256", delete_first)
+        checkpoint, problems = module.newest_intact(run)
+    assert checkpoint == newer and problems == []
+
+
 def test_export_of_a_checkpoint_that_its_run_deletes_meanwhile_takes_the_newest(
     runs: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +346,7 @@ def test_export_of_a_checkpoint_that_its_run_deletes_meanwhile_takes_the_newest(
     monkeypatch.setattr(module, "_write_checkpoint", write_later)
     assert export(run, tmp_path / "exported").is_dir()
     assert f"{older} was deleted while it was read" in capsys.readouterr().err
+    assert_newest_is_found_again(run, newer, older, tmp_path / "aside", monkeypatch)
     (tmp_path / "kept").mkdir()
     newer.rename(tmp_path / "kept" / newer.name)
     shutil.copytree(tmp_path / "kept" / newer.name, older)

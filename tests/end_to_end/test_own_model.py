@@ -198,6 +198,16 @@ def test_prepare_with_a_task_without_a_method_that_each_task_needs_names_it(inpu
         ftcli.prepare(path, cpu=True)
 
 
+def test_prepare_with_methods_that_only_the_task_object_has_succeeds(inputs: Path) -> None:
+    moved = "\nclass Whole(Task):\n    pass\n\nclass Task:\n    def __init__(self, recipe, options):\n"
+    moved += "        self.inner = Whole(recipe, options)\n    def __getattr__(self, name):\n"
+    moved += (
+        "        return getattr(self.__dict__['inner'], name)\n    auto_class, peft_type, columns = None, None, ()\n"
+    )
+    loss = next(ftcli.steps(ftcli.prepare(recipe(inputs, OWN + moved), cpu=True))).loss
+    assert loss > 0
+
+
 def test_save_final_with_a_task_that_raises_after_training_names_the_checkpoint(inputs: Path) -> None:
     raising = "\n    def save_model(self, model, folder):\n        assert folder.count('final') == 0, 'not here'\n"
     run = ftcli.prepare(recipe(inputs, OWN + raising), cpu=True, output=inputs / "run")

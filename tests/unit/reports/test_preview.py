@@ -294,11 +294,12 @@ def test_preview_of_missing_end_tokens_and_double_start_tokens_warns(write: Writ
         "warning",
         "3 of 3 rows (100.0 %) have an empty answer (rows 1, 2, 3)",
     )
-    # Two pieces of one row, of which the second may have nothing but the end of the answer.
-    assert warnings_with(content=np.zeros(3, int), number=np.array([0, 1, 1]))[0] == (
-        "warning",
-        "1 of 3 rows (33.3 %) have an empty answer (row 1)",
-    )
+    # Two prepared rows of one row are its pieces if rows are split. The last may have nothing but an answer's end.
+    pieces = {"content": np.zeros(3, int), "number": np.array([0, 1, 1])}
+    assert "3 of 3 rows (100.0 %) have an empty answer" in warnings_with(**pieces)[0][1]
+    data = prepared.recipe.data.model_copy(update={"truncation": "split"})
+    prepared = replace(prepared, recipe=prepared.recipe.model_copy(update={"data": data}))
+    assert warnings_with(**pieces)[0] == ("warning", "1 of 3 rows (33.3 %) have an empty answer (row 1)")
 
 
 OWN_TASK = """

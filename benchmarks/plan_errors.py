@@ -36,7 +36,7 @@ from ftcli.models.estimates.memory_estimate import estimate_memory, has_fresh_gr
 from ftcli.models.estimates.shape import Shape, size_of_shape  # noqa: E402
 from ftcli.models.estimates.step_time import StepTime, estimate_step  # noqa: E402
 from ftcli.models.estimates.step_work import Kernels, Rows  # noqa: E402
-from ftcli.runtime.gpus import HOST_LAYERS, PRODUCT_SHARE, find_gpu  # noqa: E402
+from ftcli.runtime.gpus import HOST_RATE, PRODUCT_SHARE, find_gpu  # noqa: E402
 
 FACTS = HOME / "speed.jsonl"
 WHOLE = "whole on each GPU, so trained as under ddp"  # in the log of an adapter under fsdp
@@ -225,7 +225,7 @@ def compare(number: int, line: dict[str, Any]) -> Compared:
     gpu = find_gpu(line["device"])
     assert shape is not None and gpu is not None
     if (layers := line.get("host layers a second")) is not None:
-        gpu = replace(gpu, host=layers / HOST_LAYERS)
+        gpu = replace(gpu, host=layers / HOST_RATE)
     size, plan = size_of_shape(shape, recipe), derive_plan(recipe, cell["processes"])
     shares = load_profile("ddp" if WHOLE in facts else cell["profile"]).shard_counts(cell["processes"])
     mode = recipe.model.gradient_checkpointing

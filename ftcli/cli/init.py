@@ -26,7 +26,7 @@ from ftcli.data.row_counts import count_rows
 from ftcli.data.text_files import parse_rows
 from ftcli.models.estimates.pass_budget import SHORT_ROW
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.reader_errors import user_path, writing
+from ftcli.runtime.reader_errors import output_file, writing
 from ftcli.runtime.resources import shipped_folder
 from ftcli.tasks.protocol import properties_of
 
@@ -65,7 +65,7 @@ def write_recipe(
         if reference.startswith(PREFIX):
             find_asset(reference)
     own = Path(task).stem if "/" in task or task.endswith(".py") else task.rpartition(".")[2]
-    path = user_path(f"{own}.yaml" if output is None else output, "--output")
+    path = output_file(f"{own}.yaml" if output is None else output, "--output", f"{own}.yaml")
     options, properties = module.Options.model_json_schema(), properties_of(module.Task)
     values = _starting_values(task, properties.starting_recipe, model, data, eval)
     values["task_options"] = {
@@ -85,8 +85,6 @@ def write_recipe(
     )
     values["data"] |= {"packing": False} if packs else {}
     text = "\n".join([*_head(path, summary, notes), *_lines(values, schema, schema)]) + "\n"
-    if not path.parent.is_dir():
-        raise InputError(f"the folder {path.parent} for {path.name} does not exist")
     try:
         with writing(path, "--output"), path.open("x", encoding="utf-8") as file:
             file.write(text)

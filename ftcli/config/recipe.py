@@ -153,10 +153,7 @@ class Recipe(Section):
             raise ValueError(message)
         recomputed = self.model.gradient_checkpointing
         if mode != "frozen" and recomputed not in ("auto", "none"):
-            raise ValueError(
-                f"model.gradient_checkpointing: {recomputed} computes layers twice, and model.batch_norm: {mode} would "
-                "update their statistics twice: set gradient_checkpointing to none or auto, or batch_norm to frozen"
-            )
+            raise ValueError(f"{counted_twice(recomputed, mode)}: {COUNT_ONCE}")
         if mode != "frozen" and self.adapter.type != "none" and not self.adapter.modules_to_save:
             raise ValueError(
                 f"model.batch_norm: {mode} updates running statistics, which an adapter does not hold: set it to "
@@ -171,6 +168,22 @@ class Recipe(Section):
         if self.model.cuda_graphs and (other := graph_exclusion(self)) is not None:
             raise ValueError(f"model.cuda_graphs cannot be combined with {other}: change one of them")
         return self
+
+
+COUNT_ONCE = "set gradient_checkpointing to none or auto, or batch_norm to frozen"
+
+
+def counted_twice(recomputed: str, batch_norm: str) -> str:
+    """Return why layers with trained batch norm are not recomputed, in words.
+
+    Args:
+        recomputed: A mode of `gradient_checkpointing`.
+        batch_norm: A mode of `batch_norm`.
+    """
+    return (
+        f"model.gradient_checkpointing: {recomputed} computes layers twice, and model.batch_norm: {batch_norm} would "
+        "update their statistics twice"
+    )
 
 
 def _may_build_its_model(task: str) -> bool:

@@ -28,7 +28,7 @@ RING_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # those of a 
 LEAST_BYTES = 2**24  # smaller messages measure the latency
 # Layers a second (`measure_host`) of a host for which the constants of step_time.py hold: 1.225 times what was measured
 # on a host on which two cells took 1.22 and 1.23 times as long as on the host of the constants.
-HOST_LAYERS = 1375
+HOST_RATE = 1375
 MEASURED_FILE = "machine-speeds-{host}.json"  # in the cache folder of ftcli, which several machines may share
 
 
@@ -179,16 +179,14 @@ def with_measured_speeds(gpu: GPU, path: Path) -> GPU:
         rates["bf16_pure"] = rates["bf16"]
     names = {"bandwidth": "memory_bytes_per_second", "link": "link_bytes_per_second"}
     names["host_link"] = "host_bytes_per_second"
-    bandwidths: dict[str, Any] = {
-        field: float(values[key]) for field, key in names.items() if _is_rate(values.get(key))
-    }
+    others: dict[str, Any] = {field: float(values[key]) for field, key in names.items() if _is_rate(values.get(key))}
     if _is_rate(layers := values.get("host_layers_per_second")):
-        bandwidths["host"] = layers / HOST_LAYERS
-    if "link" not in bandwidths and (link := _measured_link(values)):
-        bandwidths["link"] = link
-    if not rates and not bandwidths:
+        others["host"] = layers / HOST_RATE
+    if "link" not in others and (link := _measured_link(values)):
+        others["link"] = link
+    if not rates and not others:
         return gpu
-    return replace(gpu, products=gpu.products | rates, source=f"measured on this machine ({path})", **bandwidths)
+    return replace(gpu, products=gpu.products | rates, source=f"measured on this machine ({path})", **others)
 
 
 def _measured_link(values: dict[str, Any]) -> float | None:

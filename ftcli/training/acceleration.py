@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftcli.config.profile import profile_of_process
+from ftcli.config.recipe import COUNT_ONCE, counted_twice
 from ftcli.data.packing import lengths_of, row_capacity
 from ftcli.hardware.batch_norm import trained_norms
 from ftcli.models.architectures import EXPERT_MODULES
@@ -249,11 +250,7 @@ def choose_recomputation(
 def _check_batch_norm(recipe: Recipe, choice: Recomputation) -> None:
     """Check that nothing computes the statistics of trained batch norm twice."""
     if choice.saving.mode != "none":
-        raise InputError(
-            f"model.gradient_checkpointing: {choice.saving.mode} computes layers twice, and model.batch_norm: "
-            f"{recipe.model.batch_norm} would update their statistics twice",
-            hint="set gradient_checkpointing to none, or batch_norm to frozen",
-        )
+        raise InputError(counted_twice(choice.saving.mode, recipe.model.batch_norm), hint=COUNT_ONCE)
 
 
 def _choose_frozen(

@@ -175,7 +175,7 @@ def test_prepare_with_recomputed_and_trained_batch_norm_is_refused(tmp_path: Pat
     with pytest.raises(InputError) as caught:
         ftcli.prepare(recipe.model_copy(update={"model": section}), cpu=True)
     assert "model.gradient_checkpointing: full computes layers twice" in str(caught.value)
-    assert "set gradient_checkpointing to none, or batch_norm to frozen" in str(caught.value)
+    assert "set gradient_checkpointing to none or auto, or batch_norm to frozen" in str(caught.value)
 
 
 # Adds a layer to the model that was loaded.

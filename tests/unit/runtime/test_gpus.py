@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.gpus import (
-    HOST_LAYERS,
+    HOST_RATE,
     LINK_SHARE,
     MEMORY_SHARE,
     PRODUCT_SHARE,
@@ -79,7 +79,7 @@ def test_with_measured_speeds_replaces_the_rates_of_the_same_gpu(tmp_path: Path)
     assert measured.products == gpu.products | {"bf16": 7e14, "bf16_pure": 7e14}
     assert (measured.link, measured.bandwidth, measured.host_link) == (2e11, gpu.bandwidth, gpu.host_link)
     assert "measured on this machine" in measured.source and measured.host == 1.0
-    path.write_text(json.dumps({"gpu": "NVIDIA H200", "host_layers_per_second": HOST_LAYERS / 2}))
+    path.write_text(json.dumps({"gpu": "NVIDIA H200", "host_layers_per_second": HOST_RATE / 2}))
     assert with_measured_speeds(gpu, path).host == 0.5
     assert with_measured_speeds(require_gpu("H100"), path) == require_gpu("H100"), "the file is about another GPU"
 

@@ -59,7 +59,7 @@ class Counts:
     split: int = 0  # rows that became several documents
     split_documents: int = 0  # documents of the rows that became several
     untrained: int = 0  # rows without trainable tokens
-    untrained_cut: int = 0  # shortened rows without trainable tokens
+    untrained_cut: int = 0  # rows that lost all trainable tokens when they were shortened
     weightless: int = 0  # rows with weight 0
     bad: list[tuple[int, str]] = field(default_factory=list)  # (row number from 0, error)
     opened: list[OpenedFiles] = field(default_factory=list)  # by a custom task, one for each chunk
@@ -211,8 +211,9 @@ def _trainable_documents(number: int, result: list[Row] | RowError, counts: Coun
     if any(row.pop("has_no_weight", False) for row in result):  # all rows of one example have it, or none
         counts.weightless += 1
         return []
-    documents, was_cut, pieces = [], False, 0
+    documents, was_cut, lost_all, pieces = [], False, False, 0
     for row in result:
+        lost_all |= row.get("cut", False) and not row.pop("never_trained", False)
         was_cut |= row.pop("cut", False)
         pieces += row.pop("is_piece", True)
         if items := row.get("items", 1):
@@ -227,7 +228,7 @@ def _trainable_documents(number: int, result: list[Row] | RowError, counts: Coun
         counts.split_documents += len(documents)
     if result and not documents:
         counts.untrained += 1
-        counts.untrained_cut += was_cut
+        counts.untrained_cut += lost_all
     return documents
 
 

@@ -160,7 +160,8 @@ class Task(Protocol):
             Prepared rows: one, several if the row is split, or none if it is too long. The key `items` is the
             contribution of a prepared row to `count`; rows with 0 items are left out. Further keys are not
             stored: `cut: True` marks a shortened row, `is_piece: False` one of several rows that are not parts of a
-            longer one, `has_no_weight: True` a row with weight 0.
+            longer one, `has_no_weight: True` a row with weight 0, `never_trained: True` a shortened row that had
+            nothing to train before either.
 
         Raises:
             RowError: The row cannot be used.

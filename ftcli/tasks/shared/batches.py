@@ -64,7 +64,7 @@ def fit(
 
     Returns:
         Rows {"input_ids", "trained", "items"}, with "turn_weights" if they are given, and with "cut" if tokens were
-        removed.
+        removed; then also with "never_trained" if the whole example has nothing to train.
     """
     weighted = {} if turn_weights is None else {"turn_weights": turn_weights}
     if len(ids) <= length:
@@ -74,7 +74,8 @@ def fit(
         return []
     first = None if turn_weights is None else turn_weights[:length]
     if policy == "truncate":
-        return [{**fit(ids[:length], trained[:length], length, policy, first)[0], "cut": True}]
+        never_trained = {} if any(trained[1:]) else {"never_trained": True}
+        return [{**fit(ids[:length], trained[:length], length, policy, first)[0], "cut": True, **never_trained}]
     rows = []
     for start in range(0, len(ids) - 1, length - 1):
         marks = [False, *trained[start + 1 : start + length]] if start else trained[:length]

@@ -46,7 +46,7 @@ def tokenize_texts(tokenizer: Any, texts: list[str], length: int) -> tuple[Row, 
         ({"input_ids"}, with "token_type_ids" for two texts if the tokenizer tells them apart; whether it was cut).
     """
     heads = [_head(tokenizer, text, length) for text in texts]
-    if heads != texts and len(texts) == 2 and all(head != text for head, text in zip(heads, texts, strict=True)):
+    if heads != texts and len(texts) == 2 and all(_is_longer(tokenizer, head, length) for head in heads):
         # Of two long texts, the longer one gets the odd token.
         heads = texts
     encoded = tokenizer(*heads, verbose=False)
@@ -75,6 +75,11 @@ def _head(tokenizer: Any, text: str, length: int) -> str:
             return part
         before, size = kept, 2 * size
     return text
+
+
+def _is_longer(tokenizer: Any, text: str, length: int) -> bool:
+    """Return whether a text has more than `length` tokens."""
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) > length
 
 
 def collate_segments(tokenizer: Any, rows: list[Row], *, on_left: bool = False) -> Batch:

@@ -210,6 +210,16 @@ def test_prepare_rows_bound_holds_for_all_sources_together(model: Path, tmp_path
         prepared(recipe_of(model, {"train": sources, "max_bad_rows": 1}, task="sft"))
 
 
+def test_prepare_rows_blame_the_length_limit_only_for_answers_that_it_cuts_off(model: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "p" * 200}, {"role": "assistant", "content": "c", "train": False}]
+    path = write(tmp_path / "c.jsonl", [{"messages": turns}, {"messages": [turns[0], {**turns[1], "train": True}]}])
+    with pytest.raises(InputError, match="2 of 2 rows .* 1 of them because data.max_length is 64"):
+        prepared(recipe_of(model, {"train": path}, task="sft"))
+    write(tmp_path / "c.jsonl", [{"messages": turns}])
+    with pytest.raises(InputError, match="0 of them because data.max_length is 64\n.*fix or remove these rows"):
+        prepared(recipe_of(model, {"train": path}, task="sft"))
+
+
 def long_prompts(path: Path, long: int) -> str:
     rows = [{"prompt": "p" * (200 if n < long else 1), "completion": "c"} for n in range(200)]
     return write(path, rows)

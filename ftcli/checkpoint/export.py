@@ -41,8 +41,9 @@ from ftcli.models.hub import check_named_code
 from ftcli.models.own_model import exported_part, names_in_files, record_cut_tie, save_config
 from ftcli.models.trained_on import TRAINED_ON, trained_on, write_trained_on
 from ftcli.runtime.checkpoint_names import checkpoints_of
-from ftcli.runtime.durable_files import make_folder, sync, sync_tree
+from ftcli.runtime.durable_files import explain_full_disk, make_folder, sync, sync_tree
 from ftcli.runtime.errors import ExportError, InputError, Problem, nearest
+from ftcli.runtime.final_step import checkpoint_after_final
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import missing_folder, user_path
 from ftcli.runtime.run_folder import RunFolder
@@ -110,7 +111,7 @@ def _export_once(job: ExportJob, target: Path) -> Path:
         temporary.mkdir()  # fails if a folder of this name exists
     except OSError as error:
         raise InputError(f"cannot create {target}: {error.strerror}", hint="export into another folder") from error
-    with exit_on_sigterm(), ExitStack() as at_end:
+    with exit_on_sigterm(), explain_full_disk(target), ExitStack() as at_end:
         at_end.callback(shutil.rmtree, temporary, ignore_errors=True)
         with explain_deletion(job.checkpoint):
             expected = _write_checkpoint(job, temporary) if job.checkpoint else _write_final(job, temporary)
@@ -184,7 +185,7 @@ def find_weights(source: Path) -> tuple[Path | None, Path | None]:
         return None, source
     run = RunFolder(source)
     if run.final.is_dir():
-        if newer := run.checkpoint_after_final():
+        if newer := checkpoint_after_final(run):
             log_line(f"the run continued after its final weights; to export the newest checkpoint, name {newer}")
         return run.final, None
     checkpoint, problems = newest_intact(source) if checkpoints_of(source) else (None, [])

@@ -26,15 +26,12 @@ from ftcli.models.trained_on import TOKENIZER_PARTS, check_trained_on, differenc
 from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import reading
-from ftcli.runtime.run_folder import RunFolder
+from ftcli.runtime.run_folder import PROBE, RunFolder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ftcli.config.recipe_model import Model
-
-
-PROBE = "probe.safetensors"
 
 
 def find_probe(run: RunFolder, checkpoint: Path | None) -> Path | None:

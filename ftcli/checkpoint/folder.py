@@ -182,13 +182,18 @@ def abandon(run: Path, step: int) -> None:
         run: The run folder.
         step: The step from which the run resumes.
     """
+    for folder in incomplete_checkpoints(run):
+        remove_checkpoint(folder)
     for folder in list((run / CHECKPOINTS).glob("*")):
-        if _TEMPORARY.fullmatch(folder.name) and _is_folder(folder):
-            remove_checkpoint(folder)
-        elif step_of(folder) > step and _is_ours(folder):
+        if step_of(folder) > step and _is_ours(folder):
             target = folder.with_name(ABANDONED + folder.name)
             remove_checkpoint(target)
             folder.rename(target)
+
+
+def incomplete_checkpoints(run: Path) -> list[Path]:
+    """Return the folders of checkpoints that were not written to the end. A resumed run removes them."""
+    return [path for path in (run / CHECKPOINTS).glob("*") if _TEMPORARY.fullmatch(path.name) and _is_folder(path)]
 
 
 def unused_entries(run: Path) -> list[tuple[Path, str]]:

@@ -20,6 +20,7 @@ from ftcli.inference.answers import Answer, Prompt, build_answer, check_prompt_l
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.errors import InputError
+from ftcli.runtime.final_step import checkpoint_after_final
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import missing_folder, user_path
 from ftcli.runtime.run_folder import RunFolder
@@ -267,7 +268,7 @@ def _check_exists(name: str) -> None:
 
 def _from_run(folder: RunFolder, device: torch.device, chat: _ChatRequest, *, trusted: bool) -> TextGenerator:
     """Load the final weights of a run, or else its newest intact checkpoint."""
-    from ftcli.checkpoint.final import check_base, load_plain
+    from ftcli.checkpoint.final import check_base, check_final_files, load_plain
 
     recipe = _check_generates(load_run_recipe(folder.path, trust_remote_code=True), folder.path, trusted=trusted)
     if not folder.final.is_dir():
@@ -283,9 +284,10 @@ def _from_run(folder: RunFolder, device: torch.device, chat: _ChatRequest, *, tr
         return _from_checkpoint(checkpoint, device, chat, trusted=trusted)
     model_section = Model(name=str(folder.final), trust_remote_code=trusted)
     task = _build_task(recipe.model_copy(update={"model": model_section}), chat, folder.path)
-    if newer := folder.checkpoint_after_final():
+    if newer := checkpoint_after_final(folder):
         log_line(f"the run continued after these final weights: {newer} is newer")
     log_line(f"loading {folder.final} on {device}")
+    check_final_files(folder.final, is_adapter=recipe.adapter.type != "none", has_config=True)
     check_base(folder, recipe)
     model = load_plain(
         getattr(task, "auto_class", None) or CAUSAL_LM,

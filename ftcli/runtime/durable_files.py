@@ -9,8 +9,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ftcli.runtime.errors import InputError, RunError
 
 
 def write_durably(path: Path, *contents: bytes | memoryview) -> dict[str, Any]:
@@ -65,3 +69,21 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for item in missing:
         sync(item.parent)
+
+
+@contextmanager
+def explain_full_disk(target: Path) -> Iterator[None]:
+    """Raise `RunError` instead of the error of a full disk, which shutil and safetensors wrap in errors of their own.
+
+    Args:
+        target: The file or folder that the block writes, for the message.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        full = os.strerror(errno.ENOSPC)
+        if full not in str(error) or isinstance(error, RunError | InputError):
+            raise
+        raise RunError(f"{target} could not be written: {full}. Free some space, or name another folder") from error

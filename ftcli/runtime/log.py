@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 from ftcli.runtime.process import current_rank
 from ftcli.runtime.redaction import redact
@@ -20,8 +21,9 @@ class _Stderr(logging.Handler):
     """Writes each line to the current `sys.stderr`, because notebooks and tests replace it, and flushes the line."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
-        print_text(self.format(record), file=sys.stderr)
+        """Write one line. If the reader of a pipe is gone, as after `| head`, the line is lost and the run goes on."""
+        with suppress(BrokenPipeError):
+            print_text(self.format(record), file=sys.stderr)
 
 
 class _Line(logging.Formatter):

@@ -85,7 +85,13 @@ def print_text(text: object = "", *, file: TextIO | None = None, end: str = "\n"
 
 
 def replace_what_cannot_be_shown() -> None:
-    """Make the streams of this process escape characters that their encoding lacks, also in texts of libraries."""
+    """Make the streams of this process escape characters that their encoding lacks, also in texts of libraries.
+
+    A stream that was closed before the start (`>&-`) is None in Python. It becomes one that drops what is written.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not the stream of a notebook
             with suppress(OSError):  # a stream that was put in the place of another one, and cannot be sought

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ftcli.checkpoint.folder import folder_size
-from ftcli.runtime.checkpoint_names import CHECKPOINTS
+from ftcli.checkpoint.folder import folder_size, incomplete_checkpoints
+from ftcli.runtime.checkpoint_names import CHECKPOINTS, checkpoints_of, step_of
 from ftcli.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,20 +38,30 @@ def check_disk(run: Run) -> None:
             hint="make the folder writable, or choose another folder with --output",
         )
     elements = sum(torch.Size(shape).numel() for shape in run.hardware.trained_shapes(run.model).values())
-    count = max_stored_checkpoints(run.recipe.checkpoint, run.first_step, run.steps)
+    stored = sum(step_of(folder) <= run.first_step for folder in checkpoints_of(run.folder.path))
+    count = max_stored_checkpoints(run.recipe.checkpoint, run.first_step, run.steps, stored)
     path = checkpoints if checkpoints.is_dir() else run.folder.path
     size = bytes_per_element(run.recipe) * elements
-    needed = size * count
+    present = folder_size(checkpoints)
+    lasting = present - sum(map(folder_size, incomplete_checkpoints(run.folder.path)))  # until the next is complete
+    needed = max(size * count, lasting + size * (run.first_step < run.steps))
     free = shutil.disk_usage(next(item for item in (path, *path.absolute().parents) if item.exists())).free
-    if needed > free + folder_size(checkpoints):
+    if needed > free + present:
         raise InputError(
             f"{count} checkpoints of {size / 1e9:.3g} GB do not fit into {path}: {free / 1e9:.3g} GB are free",
             hint="free some space, choose another disk with --output, or lower checkpoint.keep",
         )
 
 
-def max_stored_checkpoints(section: Checkpoint, first_step: int, steps: int) -> int:
-    """Return the largest number of checkpoints that exist at the same time, including the one being written."""
+def max_stored_checkpoints(section: Checkpoint, first_step: int, steps: int, stored: int = 0) -> int:
+    """Return the largest number of checkpoints that exist at the same time, including the one being written.
+
+    Args:
+        section: When checkpoints are saved, and how many are kept.
+        first_step: The step at which the run starts.
+        steps: Length of the run.
+        stored: Number of checkpoints that the run folder holds up to that step.
+    """
     saves = 1 if section.every_steps is None else -(-steps // section.every_steps) - first_step // section.every_steps
-    most = saves if section.keep is None else section.keep + 1 + (section.keep_best is not None)
-    return min(max(saves, 1), most)
+    total = stored + max(saves, 1)
+    return total if section.keep is None else min(total, section.keep + 1 + (section.keep_best is not None))

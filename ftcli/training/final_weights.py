@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ftcli.checkpoint.answer_ends import trained_answer_ends, write_answer_ends
-from ftcli.checkpoint.final import PROBE, last_metrics, write_model
+from ftcli.checkpoint.final import last_metrics, write_model
 from ftcli.checkpoint.foreign_files import remove_rewritten, set_aside
 from ftcli.checkpoint.hf_shards import WEIGHT_NAMES
 from ftcli.checkpoint.model_card import model_card
@@ -19,7 +19,7 @@ from ftcli.models.own_model import exported_part, probe_tensor
 from ftcli.models.trained_on import write_trained_on
 from ftcli.runtime.durable_files import sync, sync_tree
 from ftcli.runtime.errors import InputError, Problem, RunError
-from ftcli.runtime.run_folder import explain_disk_errors
+from ftcli.runtime.run_folder import PROBE, explain_disk_errors
 from ftcli.tasks.protocol import properties_of
 from ftcli.training.batches.dataloaders import Collate, Rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -351,3 +352,18 @@ def test_generate_from_a_folder_without_weights_of_a_causal_model_is_refused(ftc
         code, out, err = ftcli("generate", name, "--prompt", "alpha", "--cpu")
         assert (code, out) == (2, ""), (name, err)
         assert f"error: {message}" in err
+
+
+def test_run_that_cannot_be_read_or_written_is_refused(
+    ftcli: RunCli, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = ftcli("train", "r.yaml", "--output", "damaged", "--set", "data.eval=chats.jsonl")
+    assert code == 0, err
+    writable = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and writable(path, mode))
+    code, _, err = ftcli("evaluate", "damaged")  # before the evaluation, whose metrics would be lost
+    assert code == 2 and "damaged cannot be written to, but evaluation.json is written into it" in err
+    monkeypatch.undo()
+    os.truncate(inputs / "damaged" / "final" / "model.safetensors", 1000)
+    code, _, err = ftcli("generate", inputs / "damaged", "--prompt", "alpha")
+    assert code == 2 and "model.safetensors is damaged: it has no valid header" in err

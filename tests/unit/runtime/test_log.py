@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 
@@ -38,3 +39,16 @@ def test_log_line_follows_the_level_of_its_logger_and_reaches_no_other(
     log_line("quiet")
     LOGGER.setLevel(logging.INFO)
     assert capsys.readouterr().err == "ftcli: written once\n"
+
+
+def test_log_line_without_a_reader_is_lost_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        encoding = "utf-8"
+
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    log_line("one")

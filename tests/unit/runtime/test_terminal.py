@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 
-from ftcli.runtime.terminal import print_text
+from ftcli.runtime.terminal import print_text, replace_what_cannot_be_shown
 
 
 @pytest.mark.parametrize(("encoding", "expected"), [("latin-1", "é \\u2588"), ("ascii", "\\xe9 \\u2588")])
@@ -16,3 +17,11 @@ def test_print_text_to_a_stream_without_a_character_escapes_it(encoding: str, ex
     print_text("é █", file=stream)
     stream.seek(0)
     assert stream.read() == f"{expected}\n"
+
+
+def test_print_text_to_a_stream_that_was_closed_before_the_start_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    replace_what_cannot_be_shown()
+    print_text("one")
+    assert not sys.stdout.isatty()
+    sys.stdout.close()

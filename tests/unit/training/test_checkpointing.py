@@ -91,24 +91,27 @@ def test_save_checkpoint_with_a_part_is_a_safetensors_file_of_every_dtype_and_ho
 
 
 @pytest.mark.parametrize(
-    ("every", "keep", "best", "first", "most"),
+    ("every", "keep", "best", "first", "stored", "most"),
     [
-        (None, 2, False, 0, 1),  # only the last
-        (3, 2, False, 0, 3),  # of 3, 6, 9 and 10: two and the one that is written
-        (3, None, False, 0, 4),
-        (3, None, False, 6, 2),
-        (3, 1, True, 0, 3),
-        (1, 2, True, 0, 4),
-        (20, 2, False, 0, 1),
-        (3, 2, False, 10, 1),
+        (None, 2, False, 0, 0, 1),  # only the last
+        (None, 2, False, 6, 1, 2),  # that of the stop stays until the last one is complete
+        (3, 2, False, 0, 0, 3),  # of 3, 6, 9 and 10: two and the one that is written
+        (3, 2, False, 6, 2, 3),
+        (3, None, False, 0, 0, 4),
+        (3, None, False, 6, 0, 2),  # into another run folder
+        (3, None, False, 6, 2, 4),
+        (3, 1, True, 0, 0, 3),
+        (1, 2, True, 0, 0, 4),
+        (20, 2, False, 0, 0, 1),
+        (3, 2, False, 10, 0, 1),
     ],
 )
 def test_save_checkpoint_checkpoints_that_stand_at_the_same_time_are_counted(
-    every: int | None, keep: int | None, best: bool, first: int, most: int
+    every: int | None, keep: int | None, best: bool, first: int, stored: int, most: int
 ) -> None:
     keep_best = {"metric": "loss", "direction": "min"} if best else None
     section = Checkpoint.model_validate({"every_steps": every, "keep": keep, "keep_best": keep_best})
-    assert max_stored_checkpoints(section, first, 10) == most
+    assert max_stored_checkpoints(section, first, 10, stored) == most
 
 
 def test_save_checkpoint_state_of_a_new_optimizer_is_made_as_its_first_step_would() -> None:

@@ -1,0 +1,34 @@
+"""Tests for an export onto a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from ftcli.runtime.durable_files import explain_full_disk
+from ftcli.runtime.errors import RunError
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, FULL),
+        shutil.Error([("a", "b", f"[Errno 28] {FULL}: 'a'")]),
+        SafetensorError(f"Error while serializing: I/O error: {FULL} (os error 28)"),
+    ],
+)
+def test_export_on_a_full_disk_names_the_folder(error: Exception) -> None:
+    with pytest.raises(RunError, match="new could not be written: No space left"), explain_full_disk(Path("new")):
+        raise error
+
+
+def test_export_with_another_error_keeps_it() -> None:
+    with pytest.raises(SafetensorError, match="header"), explain_full_disk(Path("new")):
+        raise SafetensorError("invalid header")

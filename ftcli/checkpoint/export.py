@@ -43,7 +43,6 @@ from ftcli.models.trained_on import TRAINED_ON, trained_on, write_trained_on
 from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.durable_files import explain_full_disk, make_folder, sync, sync_tree
 from ftcli.runtime.errors import ExportError, InputError, Problem, nearest
-from ftcli.runtime.final_step import checkpoint_after_final
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import missing_folder, user_path
 from ftcli.runtime.run_folder import RunFolder
@@ -185,7 +184,7 @@ def find_weights(source: Path) -> tuple[Path | None, Path | None]:
         return None, source
     run = RunFolder(source)
     if run.final.is_dir():
-        if newer := checkpoint_after_final(run):
+        if newer := run.checkpoint_after_final():
             log_line(f"the run continued after its final weights; to export the newest checkpoint, name {newer}")
         return run.final, None
     checkpoint, problems = newest_intact(source) if checkpoints_of(source) else (None, [])

@@ -23,10 +23,11 @@ from ftcli.models.adapters import CONFIG, WEIGHTS
 from ftcli.models.files import header_problem, weight_files
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
 from ftcli.models.trained_on import TOKENIZER_PARTS, check_trained_on, differences, trained_on
+from ftcli.runtime.checkpoint_names import PROBE
 from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import reading
-from ftcli.runtime.run_folder import PROBE, RunFolder
+from ftcli.runtime.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torch import Tensor

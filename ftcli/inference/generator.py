@@ -20,7 +20,6 @@ from ftcli.inference.answers import Answer, Prompt, build_answer, check_prompt_l
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.checkpoint_names import checkpoints_of
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.final_step import checkpoint_after_final
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import missing_folder, user_path
 from ftcli.runtime.run_folder import RunFolder
@@ -284,7 +283,7 @@ def _from_run(folder: RunFolder, device: torch.device, chat: _ChatRequest, *, tr
         return _from_checkpoint(checkpoint, device, chat, trusted=trusted)
     model_section = Model(name=str(folder.final), trust_remote_code=trusted)
     task = _build_task(recipe.model_copy(update={"model": model_section}), chat, folder.path)
-    if newer := checkpoint_after_final(folder):
+    if newer := folder.checkpoint_after_final():
         log_line(f"the run continued after these final weights: {newer} is newer")
     log_line(f"loading {folder.final} on {device}")
     check_final_files(folder.final, is_adapter=recipe.adapter.type != "none", has_config=True)

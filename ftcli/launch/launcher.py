@@ -25,7 +25,6 @@ from ftcli.launch.machines import Machines, machine_problems
 from ftcli.launch.processes import check_devices, count_processes
 from ftcli.launch.worker_recipe import recipe_for_workers
 from ftcli.runtime.errors import InputError
-from ftcli.runtime.final_step import checkpoint_after_final
 from ftcli.runtime.log import log_line
 from ftcli.runtime.process import current_rank, has_ftcli_parent, is_launched, profile_path
 from ftcli.runtime.run_folder import DRY_RUN, RunFolder
@@ -268,7 +267,7 @@ def evaluate_target(
             f"{folder.path} cannot be written to, but evaluation.json is written into it",
             hint="copy the run folder, and evaluate the copy",
         )
-    if (newer := checkpoint_after_final(folder)) and not has_ftcli_parent() and current_rank() == 0:
+    if (newer := folder.checkpoint_after_final()) and not has_ftcli_parent() and current_rank() == 0:
         log_line(f"the run continued after the final weights, which are evaluated: {newer} is newer")
     hardware = find_profile(profile)
     if hardware is None or is_launched():

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ftcli.runtime.checkpoint_names import CHECKPOINTS, checkpoints_of
+from ftcli.runtime.checkpoint_names import CHECKPOINTS, checkpoint_after_final, checkpoints_of
 from ftcli.runtime.durable_files import make_folder, sync, write_durably
 from ftcli.runtime.errors import DiskError, InputError, RunFolderGoneError, shortened
 from ftcli.runtime.folder_lock import LOCK as LOCK
@@ -29,7 +29,6 @@ ORIGIN = "resumed.json"  # written by a run that begins at a checkpoint of anoth
 HEARTBEATS = "heartbeats"  # folder with the current phase of each rank
 LOADS = "load"  # folder with the newest load of each rank other than 0
 FLIGHT_RECORDER = "flight-recorder-rank-"  # PyTorch's record of collectives, written when one times out
-PROBE = "probe.safetensors"  # inputs and logits of the final weights, with their step
 SHARED = ".shared"  # rank 0 writes it for a moment, and all ranks look for it
 DRY_RUN = "dry-run"  # the file that marks a folder of a dry run, which may be deleted
 
@@ -76,6 +75,10 @@ class RunFolder:
     def final(self) -> Path:
         """Folder of the trained weights."""
         return self.path / "final"
+
+    def checkpoint_after_final(self) -> Path | None:
+        """Return the newest checkpoint if it is newer than the final weights; else None."""
+        return checkpoint_after_final(self.path, self.final)
 
     @property
     def stop_file(self) -> Path:

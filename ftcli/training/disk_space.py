@@ -37,14 +37,18 @@ def check_disk(run: Run) -> None:
             f"{checkpoints} is not a writable folder",
             hint="make the folder writable, or choose another folder with --output",
         )
+    if run.first_step >= run.steps:
+        return  # only the final weights remain to be written
     elements = sum(torch.Size(shape).numel() for shape in run.hardware.trained_shapes(run.model).values())
-    stored = sum(step_of(folder) <= run.first_step for folder in checkpoints_of(run.folder.path))
+    later = [folder for folder in checkpoints_of(run.folder.path) if step_of(folder) > run.first_step]
+    stored = len(checkpoints_of(run.folder.path)) - len(later)
     count = max_stored_checkpoints(run.recipe.checkpoint, run.first_step, run.steps, stored)
     path = checkpoints if checkpoints.is_dir() else run.folder.path
     size = bytes_per_element(run.recipe) * elements
     present = folder_size(checkpoints)
+    # Stored checkpoints count with their real size, which may be less, and 0 for links to another disk.
     lasting = present - sum(map(folder_size, incomplete_checkpoints(run.folder.path)))  # until the next is complete
-    needed = max(size * count, lasting + size * (run.first_step < run.steps))
+    needed = lasting + max(size, size * (count - stored) - sum(map(folder_size, later)))
     free = shutil.disk_usage(next(item for item in (path, *path.absolute().parents) if item.exists())).free
     if needed > free + present:
         raise InputError(

@@ -17,9 +17,10 @@ from ftcli.hardware.batch_norm import average_statistics
 from ftcli.models.adapter_folder import write_adapter
 from ftcli.models.own_model import exported_part, probe_tensor
 from ftcli.models.trained_on import write_trained_on
+from ftcli.runtime.checkpoint_names import PROBE
 from ftcli.runtime.durable_files import sync, sync_tree
 from ftcli.runtime.errors import InputError, Problem, RunError
-from ftcli.runtime.run_folder import PROBE, explain_disk_errors
+from ftcli.runtime.run_folder import explain_disk_errors
 from ftcli.tasks.protocol import properties_of
 from ftcli.training.batches.dataloaders import Collate, Rows
 

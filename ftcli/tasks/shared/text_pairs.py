@@ -46,9 +46,8 @@ def tokenize_texts(tokenizer: Any, texts: list[str], length: int) -> tuple[Row, 
         ({"input_ids"}, with "token_type_ids" for two texts if the tokenizer tells them apart; whether it was cut).
     """
     heads = [_head(tokenizer, text, length) for text in texts]
-    if heads != texts and len(texts) == 2 and all(_is_longer(tokenizer, head, length) for head in heads):
-        # Of two long texts, the longer one gets the odd token.
-        heads = texts
+    if heads != texts and len(texts) == 2:
+        heads = _in_order(tokenizer, texts, heads, length)
     encoded = tokenizer(*heads, verbose=False)
     is_cut = len(encoded["input_ids"]) > length
     if is_cut:
@@ -77,9 +76,22 @@ def _head(tokenizer: Any, text: str, length: int) -> str:
     return text
 
 
-def _is_longer(tokenizer: Any, text: str, length: int) -> bool:
-    """Return whether a text has more than `length` tokens."""
-    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) > length
+def _in_order(tokenizer: Any, texts: list[str], heads: list[str], length: int) -> list[str]:
+    """Return parts of two texts of which the same one has more tokens, because the longer text gets the odd token.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        texts: The two texts.
+        heads: Their parts, of which at least one is shortened. A shortened part has more than `length` tokens.
+        length: The most tokens of a row.
+    """
+    if heads[0] != texts[0] and heads[1] != texts[1]:
+        return texts
+    whole = 0 if heads[0] == texts[0] else 1
+    size = len(tokenizer(texts[whole], add_special_tokens=False, verbose=False)["input_ids"])
+    if size > length:  # else the tokenizer shortens only the other text
+        heads[1 - whole] = _head(tokenizer, texts[1 - whole], size)
+    return heads
 
 
 def collate_segments(tokenizer: Any, rows: list[Row], *, on_left: bool = False) -> Batch:

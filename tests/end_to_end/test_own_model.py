@@ -17,8 +17,9 @@ from ftcli.launch.worker import evaluate_run, work
 from ftcli.models.own_model import load_weights
 from ftcli.reports.check import check
 from ftcli.reports.comparison import TOLERANCES, Curve, compare
-from ftcli.runtime.checkpoint_names import PROBE, RunFolder
+from ftcli.runtime.checkpoint_names import PROBE
 from ftcli.runtime.errors import InputError, RunError
+from ftcli.runtime.run_folder import RunFolder
 from ftcli.task_contract import check_task
 from ftcli.testing import run_on_cpu, save_tiny_encoder
 from ftcli.training.checkpointing import save_checkpoint

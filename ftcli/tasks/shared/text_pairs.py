@@ -79,19 +79,34 @@ def _head(tokenizer: Any, text: str, length: int) -> str:
 def _in_order(tokenizer: Any, texts: list[str], heads: list[str], length: int) -> list[str]:
     """Return parts of two texts of which the same one has more tokens, because the longer text gets the odd token.
 
+    The parts stay short: the tokenizer also returns what it cuts off, in as many pairs of pieces as the product of the
+    numbers of pieces of both texts.
+
     Args:
         tokenizer: A fast tokenizer.
         texts: The two texts.
         heads: Their parts, of which at least one is shortened. A shortened part has more than `length` tokens.
         length: The most tokens of a row.
     """
-    if heads[0] != texts[0] and heads[1] != texts[1]:
-        return texts
-    whole = 0 if heads[0] == texts[0] else 1
-    size = len(tokenizer(texts[whole], add_special_tokens=False, verbose=False)["input_ids"])
-    if size > length:  # else the tokenizer shortens only the other text
-        heads[1 - whole] = _head(tokenizer, texts[1 - whole], size)
-    return heads
+    sizes = [_count(tokenizer, head) for head in heads]
+    if min(sizes) <= length:
+        return heads
+    # One text is counted whole: the one that is not shortened, or else the one with fewer characters.
+    whole = min((0, 1), key=lambda number: (heads[number] != texts[number], len(texts[number])))
+    size = _count(tokenizer, texts[whole])
+    other = _count(tokenizer, _head(tokenizer, texts[1 - whole], size))
+    is_first_longer = size > other if whole == 0 else other > size
+    if (sizes[0] > sizes[1]) == is_first_longer:
+        return heads
+    short = 0 if is_first_longer else 1
+    parts = [*heads]
+    parts[short] = _head(tokenizer, texts[short], sizes[1 - short])
+    return parts
+
+
+def _count(tokenizer: Any, text: str) -> int:
+    """Return the number of tokens of a text, without special tokens."""
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def collate_segments(tokenizer: Any, rows: list[Row], *, on_left: bool = False) -> Batch:

@@ -46,8 +46,9 @@ def tokenize_texts(tokenizer: Any, texts: list[str], length: int) -> tuple[Row, 
         ({"input_ids"}, with "token_type_ids" for two texts if the tokenizer tells them apart; whether it was cut).
     """
     heads = [_head(tokenizer, text, length) for text in texts]
-    if heads != texts and len(texts) == 2:
-        heads = _in_order(tokenizer, texts, heads, length)
+    if heads != texts and len(texts) == 2 and all(head != text for head, text in zip(heads, texts, strict=True)):
+        # Of two long texts, the longer one gets the odd token.
+        heads = texts
     encoded = tokenizer(*heads, verbose=False)
     is_cut = len(encoded["input_ids"]) > length
     if is_cut:
@@ -74,39 +75,6 @@ def _head(tokenizer: Any, text: str, length: int) -> str:
             return part
         before, size = kept, 2 * size
     return text
-
-
-def _in_order(tokenizer: Any, texts: list[str], heads: list[str], length: int) -> list[str]:
-    """Return parts of two texts of which the same one has more tokens, because the longer text gets the odd token.
-
-    The parts stay short: the tokenizer also returns what it cuts off, in as many pairs of pieces as the product of the
-    numbers of pieces of both texts.
-
-    Args:
-        tokenizer: A fast tokenizer.
-        texts: The two texts.
-        heads: Their parts, of which at least one is shortened. A shortened part has more than `length` tokens.
-        length: The most tokens of a row.
-    """
-    sizes = [_count(tokenizer, head) for head in heads]
-    if min(sizes) <= length:
-        return heads
-    # One text is counted whole: the one that is not shortened, or else the one with fewer characters.
-    whole = min((0, 1), key=lambda number: (heads[number] != texts[number], len(texts[number])))
-    size = _count(tokenizer, texts[whole])
-    other = _count(tokenizer, _head(tokenizer, texts[1 - whole], size))
-    is_first_longer = size > other if whole == 0 else other > size
-    if (sizes[0] > sizes[1]) == is_first_longer:
-        return heads
-    short = 0 if is_first_longer else 1
-    parts = [*heads]
-    parts[short] = _head(tokenizer, texts[short], sizes[1 - short])
-    return parts
-
-
-def _count(tokenizer: Any, text: str) -> int:
-    """Return the number of tokens of a text, without special tokens."""
-    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def collate_segments(tokenizer: Any, rows: list[Row], *, on_left: bool = False) -> Batch:

@@ -158,14 +158,6 @@ def test_tokenize_texts_of_any_length_equals_the_tokenizer(
     assert is_cut == (len(tokenizer(*texts)["input_ids"]) > length)
 
 
-def test_tokenize_texts_gives_the_longer_of_two_long_texts_the_odd_token() -> None:
-    # The second text is so long that its beginning would do, but that beginning is shorter than the first text.
-    texts = ["a" * 800, "b" * 1_100]
-    for several in (texts, texts[::-1]):
-        row, _ = tokenize_texts(tiny_tokenizer(), several, 7)
-        assert row["input_ids"] == tiny_tokenizer()(*several, truncation=True, max_length=7)["input_ids"]
-
-
 def test_tokenize_texts_of_a_long_text_reads_a_part_of_it() -> None:
     class Watched:
         """A tokenizer that keeps the number of characters that it is given."""

@@ -153,6 +153,17 @@ class Data(Section):
         """Sources of the evaluation rows; empty without evaluation rows, or if they are held out of data.train."""
         return self.eval if isinstance(self.eval, list) else [] if self.eval is None else [self.eval]
 
+    def named_sources(self, split: Literal["train", "eval"]) -> list[tuple[str, Source]]:
+        """Return the sources of a split with their keys, such as "data.train", or "data.eval.1" in a list of several.
+
+        Args:
+            split: The key whose sources are returned.
+        """
+        sources = self.train_sources if split == "train" else self.eval_sources
+        if len(sources) == 1:
+            return [(f"data.{split}", sources[0])]
+        return [(f"data.{split}.{index}", source) for index, source in enumerate(sources)]
+
     def columns_of(self, source: Source) -> dict[str, str]:
         """Return the column map of a source: its own map, else `data.columns`."""
         return source.columns or self.columns

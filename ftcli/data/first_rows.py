@@ -32,10 +32,8 @@ CHECKED_ROWS = 8  # number of rows of each source to check
 def hub_key_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each key for names on the hub that has no effect on a local model or source."""
     sections: list[tuple[str, Any, str, tuple[str, ...]]] = [("model", recipe.model, recipe.model.name, ("revision",))]
-    for split, sources in (("train", recipe.data.train_sources), ("eval", recipe.data.eval_sources)):
-        places = [f"data.{split}.{index}" for index in range(len(sources))] if len(sources) > 1 else [f"data.{split}"]
-        hub_keys = ("name", "split", "revision")
-        sections += [(place, source, source.path, hub_keys) for place, source in zip(places, sources, strict=False)]
+    for place, source in recipe.data.named_sources("train") + recipe.data.named_sources("eval"):
+        sections.append((place, source, source.path, ("name", "split", "revision")))
     for place, section, name, keys in sections:
         for key in keys:
             if getattr(section, key) != type(section).model_fields[key].default and local_path(name) is not None:

@@ -76,13 +76,14 @@ def _objects_of(file: BinaryIO) -> Iterator[dict[str, Any]]:
     return json_objects(text.lstrip().removeprefix("["))
 
 
-def check_source(source: Source, columns: dict[str, str], *, most_bad: int = 0) -> None:
+def check_source(source: Source, columns: dict[str, str], *, most_bad: int = 0, key: str = "data") -> None:
     """Check a source by its first rows.
 
     Args:
         source: The source. A name on the hub is not checked.
         columns: Name the task expects -> name in the source.
         most_bad: Number of first rows that may be unusable.
+        key: The recipe's key of the source, for messages.
 
     Raises:
         InputError: The source is missing or empty, has no known format, or lacks a column. An address is refused:
@@ -90,29 +91,32 @@ def check_source(source: Source, columns: dict[str, str], *, most_bad: int = 0) 
     """
     if is_address(source.path):
         hint = "set data.streaming to true for training rows, or download the file"
-        raise InputError(f"{source.path} is an address, but only a stream reads addresses (data.streaming)", hint=hint)
+        message = f"{key}: {source.path} is an address, but only a stream reads addresses (data.streaming)"
+        raise InputError(message, hint=hint)
     path = local_path(source.path)
     if path is None:
         return
-    require_file(path)
+    require_file(path, key)
     if path.is_dir():
         check_image_folder(path)
     elif path.suffix not in FORMATS:
         known = ", ".join(FORMATS)
-        raise InputError(f"{path} has no known data format", hint=f"known: {known}, or a folder of images")
+        raise InputError(f"{key}: {path} has no known data format", hint=f"known: {known}, or a folder of images")
     elif (names := first_columns(source, most_bad=most_bad)) is not None:
         require_columns(names, columns.values(), str(path))
 
 
-def require_file(path: Path) -> None:
-    """Raise `InputError` if there is no file or folder at a path, or if the file is empty."""
+def require_file(path: Path, key: str) -> None:
+    """Raise `InputError` if there is no file or folder at a path, or if the file is empty.
+
+    Args:
+        path: The path.
+        key: The recipe's key of the source, for messages.
+    """
     if not path.exists():
-        raise InputError(
-            f"no data at {path.absolute()}",
-            hint=similar_names(path) or f"check data.train and data.eval; {RELATIVE}",
-        )
+        raise InputError(f"{key}: no data at {path.absolute()}", hint=similar_names(path) or RELATIVE)
     if path.is_file() and path.stat().st_size == 0:
-        raise InputError(f"{path} is empty", hint="give a file with at least one row")
+        raise InputError(f"{key}: {path} is empty", hint="give a file with at least one row")
 
 
 def require_columns(present: Sequence[str], required: Any, where: str) -> None:

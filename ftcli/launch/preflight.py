@@ -105,9 +105,9 @@ def _file_checks(recipe: Recipe) -> Iterator[Callable[[], object]]:
     for key, helper in helper_names(recipe).items():
         yield partial(check_model_files, helper, has_tokenizer=False, key=key)
     check_train = check_corpus if data.streaming else check_source
-    for check, sources in ((check_train, data.train_sources), (check_source, data.eval_sources)):
-        for source in sources:
-            yield partial(check, source, data.columns_of(source), most_bad=data.max_bad_rows)
+    for check, sources in ((check_train, data.named_sources("train")), (check_source, data.named_sources("eval"))):
+        for key, source in sources:
+            yield partial(check, source, data.columns_of(source), most_bad=data.max_bad_rows, key=key)
     yield partial(recipe_prompts, recipe.evaluate.generate)
 
 

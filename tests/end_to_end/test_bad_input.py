@@ -97,10 +97,13 @@ FILES: dict[str, str | bytes] = {
 
 # name -> (changes to the recipe, what stderr must say)
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "no data file": ({"data": {"train": "chat.jsonl"}}, ("no data at", "did you mean 'chats.jsonl'?")),
-    "no data file like it": ({"data": {"train": "/no/such.csv"}}, ("no data at /no/such.csv", "data.train")),
+    "no data file": ({"data": {"train": "chat.jsonl"}}, ("data.train: no data at", "did you mean 'chats.jsonl'?")),
+    "no data file like it": (
+        {"data": {"train": "/no/such.csv"}},
+        ("data.train: no data at /no/such.csv", "a relative path starts at the current folder"),
+    ),
     "no data set": ({"data": {"train": "nobody/nothing"}}, ("nobody/nothing", "neither on this machine nor")),
-    "no data format": ({"data": {"train": "rows.xyz"}}, ("no known data format", ".parquet")),
+    "no data format": ({"data": {"train": "rows.xyz"}}, ("data.train: ", "no known data format", ".parquet")),
     "rubbish": ({"data": {"train": "first.jsonl"}}, ("first.jsonl:1: row 1 is not JSON", "one JSON object a line")),
     "rubbish after a row": (
         {"data": {"train": "later.jsonl"}},

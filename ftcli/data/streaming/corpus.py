@@ -34,13 +34,14 @@ FIRST_ROWS = 256  # rows of a stream for its format and its preview
 USUAL_FILES = 8  # number of files that suits the usual numbers of processes
 
 
-def check_corpus(source: Source, columns: Mapping[str, str], *, most_bad: int = 0) -> None:
+def check_corpus(source: Source, columns: Mapping[str, str], *, most_bad: int = 0, key: str = "data") -> None:
     """Check a streamed source by its first rows. For an address, check only that its protocol is installed.
 
     Args:
         source: The source.
         columns: Name the task expects -> name in the source.
         most_bad: First rows that may be unreadable or lack columns.
+        key: The recipe's key of the source, for messages.
 
     Raises:
         InputError: A file is missing, empty or unreadable, or a column is missing.
@@ -48,7 +49,7 @@ def check_corpus(source: Source, columns: Mapping[str, str], *, most_bad: int = 
     files = local_files(source)
     if files is not None:
         first = _first_filled(files)
-        require_file(Path(first))
+        require_file(Path(first), key)
         if (names := columns_of_stream(source, most_bad=most_bad)) is not None:
             require_columns(names, columns.values(), first)
         elif suffix_of(first) in READERS:

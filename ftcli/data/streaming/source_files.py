@@ -42,7 +42,7 @@ def data_files(names: Iterable[str]) -> list[str]:
         elif format_of(name.lower()):
             others.append(name)
     if others:
-        raise InputError(f"{others[0]}: the suffix is in upper case", hint="rename the file")
+        raise InputError(f"data.train: {others[0]}: the suffix is in upper case", hint="rename the file")
     return found
 
 
@@ -66,11 +66,15 @@ def local_files(source: Source) -> list[str] | None:
         inside = [str(file) for file in path.rglob("*") if is_visible(str(file), str(path)) and file.is_file()]
         files = data_files(inside)
         if not files:
-            raise InputError(f"{path.absolute()} contains no data files", hint=f"known: {', '.join(FORMATS)}")
+            raise InputError(
+                f"data.train: {path.absolute()} contains no data files", hint=f"known: {', '.join(FORMATS)}"
+            )
     elif glob.has_magic(str(path)):
         files = sorted(file for file in glob.glob(str(path), recursive=True) if os.path.isfile(file))
         if not files:
-            raise InputError(f"no file matches {path.absolute()}", hint="a relative path starts at the current folder")
+            raise InputError(
+                f"data.train: no file matches {path.absolute()}", hint="a relative path starts at the current folder"
+            )
     elif path.exists() or format_of(name) or name.startswith((".", "/", "~", "asset:")):
         files = [str(path)]
     else:
@@ -107,7 +111,11 @@ def require_one_format(files: list[str], name: str) -> None:
     if None in kinds:
         known = ", ".join(FORMATS)
         other = next(file for file in files if format_of(file) is None)
-        raise InputError(f"{other} has no known data format", hint=f"known: {known}, also with {', '.join(COMPRESSED)}")
+        raise InputError(
+            f"data.train: {other} has no known data format", hint=f"known: {known}, also with {', '.join(COMPRESSED)}"
+        )
     if len(kinds) > 1:
         names = ", ".join(sorted(map(str, kinds)))
-        raise InputError(f"{name} has files of several formats: {names}", hint="select one with a pattern: *.jsonl")
+        raise InputError(
+            f"data.train: {name} has files of several formats: {names}", hint="select one with a pattern: *.jsonl"
+        )

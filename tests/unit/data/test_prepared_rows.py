@@ -386,8 +386,8 @@ def test_a_path_that_cannot_be_a_name_on_the_hub_is_local(
 ) -> None:
     (tmp_path / "shards" / "train2").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="no data at") as caught:
-        check_source(Source(path=path), {})
+    with pytest.raises(InputError, match=r"^data\.eval\.1: no data at") as caught:
+        check_source(Source(path=path), {}, key="data.eval.1")
     assert path != "shards/train3/" or "did you mean 'train2'?" in str(caught.value)
 
 

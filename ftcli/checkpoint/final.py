@@ -23,7 +23,7 @@ from ftcli.models.adapters import CONFIG, WEIGHTS
 from ftcli.models.files import header_problem, weight_files
 from ftcli.models.own_model import names_in_files, record_cut_tie, save_config
 from ftcli.models.trained_on import TOKENIZER_PARTS, check_trained_on, differences, trained_on
-from ftcli.runtime.checkpoint_names import PROBE
+from ftcli.runtime.checkpoint_names import PROBE, final_step
 from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.log import log_line
 from ftcli.runtime.reader_errors import reading
@@ -46,12 +46,12 @@ def find_probe(run: RunFolder, checkpoint: Path | None) -> Path | None:
     if not path.is_file() or not run.final.is_dir():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            step = (file.metadata() or {}).get("step")
+        with safe_open(path, framework="pt"):
+            pass
     except (OSError, SafetensorError) as error:
         log_line(f"{path} is damaged and not used ({error}): the export is compared by its weights only")
         return None
-    return path if checkpoint is None or step == str(read_state(checkpoint)["step"]) else None
+    return path if checkpoint is None or final_step(run.path) == read_state(checkpoint)["step"] else None
 
 
 def write_model(task: Any, model: Any, values: Iterator[tuple[str, Tensor]], folder: Path) -> None:

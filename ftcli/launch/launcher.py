@@ -262,11 +262,7 @@ def evaluate_target(
 
     folder = RunFolder(target)
     load_run_recipe(folder.path, trust_remote_code=trust_remote_code)
-    if not os.access(folder.path, os.W_OK):
-        raise InputError(
-            f"{folder.path} cannot be written to, but evaluation.json is written into it",
-            hint="copy the run folder, and evaluate the copy",
-        )
+    folder.check_writable("evaluation.json is written into it: copy the run folder, and evaluate the copy")
     if (newer := folder.checkpoint_after_final()) and not has_ftcli_parent() and current_rank() == 0:
         log_line(f"the run continued after the final weights, which are evaluated: {newer} is newer")
     hardware = find_profile(profile)

@@ -47,13 +47,13 @@ def checkpoint_after_final(run: Path, final: Path) -> Path | None:
     newest = checkpoints_of(run)[-1:]
     if not newest or not final.is_dir():
         return None
-    step = _final_step(run)
+    step = final_step(run)
     if step is not None and step <= step_of(newest[0]):
         return newest[0] if step < step_of(newest[0]) else None
     return newest[0] if (newest[0] / COMPLETE).stat().st_mtime_ns > final.stat().st_mtime_ns else None
 
 
-def _final_step(run: Path) -> int | None:
+def final_step(run: Path) -> int | None:
     """Return the step of the final weights by the probe beside them; None if that is not known."""
     try:
         with (run / PROBE).open("rb") as file:

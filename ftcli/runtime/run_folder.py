@@ -109,11 +109,15 @@ class RunFolder:
             self.create()
         except OSError as error:
             raise InputError(f"cannot create the run folder: {error}", hint="choose another with --output") from error
-        if not os.access(self.path, os.W_OK):
-            raise InputError(f"{self.path} cannot be written to", hint="choose another folder with --output")
+        self.check_writable("choose another folder with --output")
         lock(self.path)
         for stale in (self.stop_file, *self.errors.glob("rank-*.json")):
             stale.unlink(missing_ok=True)
+
+    def check_writable(self, hint: str) -> None:
+        """Raise `InputError` with this hint if no file can be created in the folder."""
+        if not os.access(self.path, os.W_OK):
+            raise InputError(f"{self.path} cannot be written to", hint=hint)
 
     def check_free(self, *, resuming: bool = False) -> None:
         """Check that the folder holds no run, or one that is resumed. Changes nothing.

@@ -40,8 +40,9 @@ def check_disk(run: Run) -> None:
     if run.first_step >= run.steps:
         return  # only the final weights remain to be written
     elements = sum(torch.Size(shape).numel() for shape in run.hardware.trained_shapes(run.model).values())
-    later = [folder for folder in checkpoints_of(run.folder.path) if step_of(folder) > run.first_step]
-    stored = len(checkpoints_of(run.folder.path)) - len(later)
+    complete = checkpoints_of(run.folder.path)
+    later = [folder for folder in complete if step_of(folder) > run.first_step]
+    stored = len(complete) - len(later)
     count = max_stored_checkpoints(run.recipe.checkpoint, run.first_step, run.steps, stored)
     path = checkpoints if checkpoints.is_dir() else run.folder.path
     size = bytes_per_element(run.recipe) * elements

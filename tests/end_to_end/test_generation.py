@@ -362,7 +362,7 @@ def test_run_that_cannot_be_read_or_written_is_refused(
     writable = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and writable(path, mode))
     code, _, err = ftcli("evaluate", "damaged")  # before the evaluation, whose metrics would be lost
-    assert code == 2 and "damaged cannot be written to, but evaluation.json is written into it" in err
+    assert code == 2 and "damaged cannot be written to" in err and "evaluation.json is written into it" in err
     monkeypatch.undo()
     os.truncate(inputs / "damaged" / "final" / "model.safetensors", 1000)
     code, _, err = ftcli("generate", inputs / "damaged", "--prompt", "alpha")

@@ -6,6 +6,7 @@ Shapes: B rows, T tokens of the longest row, S tokens of a flat batch, N trained
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftcli.models.kernels.document_attention import document_bounds
@@ -45,6 +46,20 @@ def encode_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
         context = context[1:]
     answer = [*_without_end(answer, eos), eos]
     return context + answer, [False] * len(context) + [True] * len(answer)
+
+
+def cut_marks(sides: Sequence[Row]) -> Row:
+    """Return the marks of `fit` for a row that consists of several fitted rows, all of them needed.
+
+    Args:
+        sides: The fitted rows. If one was cut, all were.
+
+    Returns:
+        Empty if none was cut; else {"cut"}, with "never_trained" if one of them has nothing to train at any length.
+    """
+    if not any(side.get("cut") for side in sides):
+        return {}
+    return {"cut": True} | ({"never_trained": True} if any(side.get("never_trained") for side in sides) else {})
 
 
 def fit(

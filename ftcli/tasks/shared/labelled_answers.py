@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.data.chat.encode import Encoded
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.protocol import Batch, Row, Span
-from ftcli.tasks.shared.batches import fit, flat_batch, padded_batch
+from ftcli.tasks.shared.batches import cut_marks, fit, flat_batch, padded_batch
 from ftcli.tasks.shared.pair_reports import answer_spans
 from ftcli.tasks.shared.pairs import encode_answers, side_layout, side_sizes, weight_units
 
@@ -169,4 +169,4 @@ def _labelled_row(row: Mapping[str, Any], own: Encoded, other: Encoded | None, l
         trained = [*trained, *[False] * len(mismatched["input_ids"])]
     prepared |= {"input_ids": ids, "trained": trained}
     prepared |= {name: row[name] for name in ("weight",) if name in row}
-    return [prepared | {"cut": True}] if side.get("cut") else [prepared]
+    return [prepared | cut_marks([side])]

@@ -18,7 +18,7 @@ from ftcli.data.formats import ONLY_IN_CHATS
 from ftcli.data.preference_formats import WAS_TEXT
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.protocol import Batch, Row
-from ftcli.tasks.shared.batches import encode_completion, fit, flat_batch, padded_batch
+from ftcli.tasks.shared.batches import cut_marks, encode_completion, fit, flat_batch, padded_batch
 from ftcli.tasks.shared.preference_losses import PairLogps
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def fit_pair(chosen: Encoded, rejected: Encoded, length: int, policy: str) -> li
     sizes = [len(side["input_ids"]) for side in (left, right)]
     row = {"input_ids": ids, "trained": trained, "chosen_length": sizes[0], **side_sizes(sizes)}
     row["items"] = int(is_compared)
-    return [row | {"cut": True}] if all(was_cut) else [row]
+    return [row | cut_marks([left, right])]
 
 
 def side_sizes(lengths: Sequence[int]) -> Row:

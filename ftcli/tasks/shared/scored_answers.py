@@ -16,7 +16,7 @@ from ftcli.data.chat.encode import Encoded
 from ftcli.data.formats import convert, recognise
 from ftcli.runtime.errors import InputError, RowError
 from ftcli.tasks.protocol import Batch, Row
-from ftcli.tasks.shared.batches import fit, flat_batch, padded_batch
+from ftcli.tasks.shared.batches import cut_marks, fit, flat_batch, padded_batch
 from ftcli.tasks.shared.pairs import encode_answers, side_sizes, weight_units
 from ftcli.tasks.shared.reward_losses import ranked_pairs
 from ftcli.tasks.shared.row_sums import row_index
@@ -307,7 +307,7 @@ def _fitted(
         **columns,
         **{name: row[name] for name in ("margin", "weight") if name in row},
     }
-    return [prepared | {"cut": True}] if all(was_cut) else [prepared]
+    return [prepared | cut_marks(sides)]
 
 
 def _equal_answers(answers: Sequence[Sequence[int]], ranks: Sequence[float]) -> tuple[int, int] | None:

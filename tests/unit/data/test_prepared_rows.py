@@ -86,6 +86,14 @@ def test_fit_with_a_long_row_is_cut_dropped_or_split() -> None:
         assert fit(ids, trained, 5, policy) == [{"input_ids": ids, "trained": trained, "items": 4}]
 
 
+def test_fit_with_a_long_row_that_trains_nothing_at_any_length_says_so() -> None:
+    for first in (False, True):  # nothing predicts the first token, so its mark trains nothing
+        (cut,) = fit([1, 2, 3, 4], [first, False, False, False], 3, "truncate")
+        assert cut["items"] == 0 and cut["cut"] and cut["never_trained"]
+    (cut,) = fit([1, 2, 3, 4], [True, False, False, True], 3, "truncate")
+    assert cut["items"] == 0 and cut["cut"] and "never_trained" not in cut
+
+
 def test_prepare_rows_every_document_of_raw_text_ends_with_the_end_token_and_is_trained_whole(
     model: Path, tmp_path: Path
 ) -> None:

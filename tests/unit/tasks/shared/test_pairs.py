@@ -160,9 +160,11 @@ def test_fit_pair_cuts_both_sides_or_drops_them() -> None:
 
 def test_fit_pair_trains_nothing_where_an_answer_is_cut_away_or_both_become_equal() -> None:
     (row,) = fit_pair(side(9, 6), side(9, 3, start=100), 6, "truncate")
-    assert row["cut"] and row["items"] == 0
+    assert row["cut"] and row["items"] == 0 and "never_trained" not in row
     (row,) = fit_pair(side(9, 3), side(8, 3), 6, "truncate")
-    assert row["cut"] and row["items"] == 0
+    assert row["cut"] and row["items"] == 0 and "never_trained" not in row
+    (row,) = fit_pair(side(9, 3), side(9, 9, start=100), 6, "truncate")  # a second answer without trained tokens
+    assert row["cut"] and row["items"] == 0 and row["never_trained"]
 
 
 def test_fit_pair_refuses_to_split() -> None:

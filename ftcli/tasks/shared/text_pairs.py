@@ -31,7 +31,7 @@ USUAL_PAIRS = (
 )
 USUAL_NAMES = tuple({"text": first, PAIR_COLUMN: second} for first, second in USUAL_PAIRS)
 SEGMENTS = "token_type_ids"
-CHARACTERS_PER_TOKEN = 32  # of the beginning of a long text that is tokenized first; more follow if that is too few
+CHARACTERS_PER_TOKEN = 2  # of the part of a long text that is tokenized first; longer parts follow if that is too few
 
 
 def tokenize_texts(tokenizer: Any, texts: list[str], length: int) -> tuple[Row, bool]:
@@ -46,9 +46,8 @@ def tokenize_texts(tokenizer: Any, texts: list[str], length: int) -> tuple[Row, 
         ({"input_ids"}, with "token_type_ids" for two texts if the tokenizer tells them apart; whether it was cut).
     """
     heads = [_head(tokenizer, text, length) for text in texts]
-    if heads != texts and len(texts) == 2 and all(head != text for head, text in zip(heads, texts, strict=True)):
-        # Of two long texts, the longer one gets the odd token.
-        heads = texts
+    if heads != texts and len(texts) == 2:
+        heads = _in_order(tokenizer, heads, texts, length)
     encoded = tokenizer(*heads, verbose=False)
     is_cut = len(encoded["input_ids"]) > length
     if is_cut:
@@ -62,19 +61,55 @@ def tokenize_texts(tokenizer: Any, texts: list[str], length: int) -> tuple[Row, 
 def _head(tokenizer: Any, text: str, length: int) -> str:
     """Return a part of a text that has more than `length` tokens, and the first `length` in common with the text.
 
-    The part is doubled until the longer one has the same first tokens. A tokenizer that cuts texts on the left gets a
-    part from the end.
+    A part is long enough if one of twice its size has the same first tokens. A tokenizer that cuts texts on the left
+    gets a part from the end. The part is short because a fast tokenizer also returns what it cuts off, and for two
+    texts as all pairs of their pieces.
     """
     size, is_left = CHARACTERS_PER_TOKEN * length, tokenizer.truncation_side == "left"
-    before: list[int] | None = None
-    while 2 * size < len(text):
-        part = text[-size:] if is_left else text[:size]
-        ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+    before, before_kept = text, list[int]()
+    while size < len(text):
+        part = _part(tokenizer, text, size)
+        ids = _ids(tokenizer, part)
         kept = ids[-length - 1 :] if is_left else ids[: length + 1]
-        if before is not None and len(kept) > length and before == kept:
-            return part
-        before, size = kept, 2 * size
+        if len(kept) > length and before_kept == kept:
+            return before
+        before, before_kept, size = part, kept, 2 * size
     return text
+
+
+def _in_order(tokenizer: Any, heads: list[str], texts: list[str], length: int) -> list[str]:
+    """Return parts of two texts, of which that of the longer text has more tokens.
+
+    If both are cut to half of an odd number of tokens, the tokenizer gives the odd one to the longer text, and to the
+    second of two equally long ones. Only then are long texts read as a whole, for the numbers of their tokens.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        heads: The texts, or parts of them that have more than `length` tokens.
+        texts: The whole texts.
+        length: The most tokens of a row.
+    """
+    room = length - tokenizer.num_special_tokens_to_add(pair=True)
+    counts = [len(_ids(tokenizer, head)) for head in heads]
+    if room % 2 == 0 or min(counts) <= room // 2:
+        return heads
+    first, second = (len(_ids(tokenizer, text)) for text in texts)
+    longer = 0 if first > second else 1
+    enough = counts[1 - longer] + (longer == 0)
+    part, text = heads[longer], texts[longer]
+    while part != text and len(_ids(tokenizer, part)) < enough:
+        part = _part(tokenizer, text, 2 * len(part))
+    return [part, heads[1]] if longer == 0 else [heads[0], part]
+
+
+def _part(tokenizer: Any, text: str, size: int) -> str:
+    """Return the first `size` characters of a text, or the last ones if the tokenizer cuts texts on the left."""
+    return text[-size:] if tokenizer.truncation_side == "left" else text[:size]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text alone, without special ones."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def collate_segments(tokenizer: Any, rows: list[Row], *, on_left: bool = False) -> Batch:

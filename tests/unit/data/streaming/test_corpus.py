@@ -85,7 +85,7 @@ def test_list_files_below_a_hidden_folder_of_the_user_finds_them(
 @pytest.mark.parametrize("path", ["data", "file://data"])
 def test_list_files_of_a_folder_with_a_suffix_in_upper_case_is_refused(path: str, folder: Path) -> None:
     write(folder / "data" / "MORE.JSONL", 2)
-    with pytest.raises(InputError, match=r"^[^ ]*MORE.JSONL: the suffix is in upper case"):
+    with pytest.raises(InputError, match=r"^data\.train: [^ ]*MORE.JSONL: the suffix is in upper case"):
         list_files(Source(path=path))
 
 

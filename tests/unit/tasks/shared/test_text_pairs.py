@@ -142,16 +142,58 @@ def test_prepare_rows_names_unused_columns_of_other_tasks(tmp_path: Path) -> Non
 WORDS = st.lists(st.sampled_from(["hello", " ", "good\n", "äö", "🙂", "<|im_end|>", "aaaaaaaa"]), max_size=400)
 
 
-@settings(max_examples=60, deadline=None)
-@given(WORDS, st.none() | WORDS, st.integers(4, 12), st.sampled_from(["left", "right"]))
-def test_tokenize_texts_of_any_length_equals_the_tokenizer(
-    first: list[str], second: list[str] | None, length: int, side: str
-) -> None:
+def joining_tokenizer(side: str) -> Any:
+    """Return a tokenizer that ends each of two texts with a token and cuts them on one side."""
     tokenizer = tiny_tokenizer()
     tokenizer.truncation_side = side
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A <|im_end|>", pair="$A <|im_end|> $B:1 <|im_end|>:1", special_tokens=[("<|im_end|>", 1)]
     )
+    return tokenizer
+
+
+class Watched:
+    """A tokenizer that keeps the number of characters that it reads, and the most that it has to cut."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.read, self.cut = inner, 0, 0
+
+    def __call__(self, *texts: str, **options: Any) -> Any:
+        size = sum(map(len, texts))
+        self.read += size
+        self.cut = max(self.cut, size * options.get("truncation", False))
+        return self.inner(*texts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("characters", ["🙂x", "x🙂", "xx"])  # of 4 tokens and of 1
+@pytest.mark.parametrize("sizes", [(10, 200), (40, 50), (60, 60), (61, 60), (60, 61), (300, 5)])
+def test_tokenize_texts_gives_the_odd_token_to_the_longer_of_two_texts(
+    sizes: tuple[int, int], characters: str, side: str
+) -> None:
+    tokenizer = joining_tokenizer(side)
+    texts = [character * size for character, size in zip(characters, sizes, strict=True)]
+    for whole in (texts, texts[::-1]):
+        row, _ = tokenize_texts(tokenizer, whole, 9)
+        assert row["input_ids"] == tokenizer(*whole, truncation=True, max_length=9)["input_ids"]
+
+
+def test_tokenize_texts_of_two_long_texts_gives_the_tokenizer_short_parts_to_cut() -> None:
+    tokenizer = Watched(joining_tokenizer("right"))
+    row, is_cut = tokenize_texts(tokenizer, ["hello " * 7_000, "good " * 40_000], 511)
+    assert (len(row["input_ids"]), is_cut, row["input_ids"].index(1)) == (511, True, 254)
+    assert 1_000 < tokenizer.cut < 10_000  # it returns all pairs of pieces of what it cuts
+
+
+@settings(max_examples=60, deadline=None)
+@given(WORDS, st.none() | WORDS, st.integers(4, 12), st.sampled_from(["left", "right"]))
+def test_tokenize_texts_of_any_length_equals_the_tokenizer(
+    first: list[str], second: list[str] | None, length: int, side: str
+) -> None:
+    tokenizer = joining_tokenizer(side)
     texts = ["".join(words) for words in (first, second) if words is not None]
     row, is_cut = tokenize_texts(tokenizer, texts, length)
     assert row["input_ids"] == tokenizer(*texts, truncation=True, max_length=length)["input_ids"]
@@ -159,23 +201,14 @@ def test_tokenize_texts_of_any_length_equals_the_tokenizer(
 
 
 def test_tokenize_texts_of_a_long_text_reads_a_part_of_it() -> None:
-    class Watched:
-        """A tokenizer that keeps the number of characters that it is given."""
-
-        def __init__(self) -> None:
-            self.inner, self.read = tiny_tokenizer(), 0
-
-        def __call__(self, *texts: str, **options: Any) -> Any:
-            self.read += sum(map(len, texts))
-            return self.inner(*texts, **options)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-    tokenizer = Watched()
+    tokenizer = Watched(tiny_tokenizer())
     row, is_cut = tokenize_texts(tokenizer, ["hello " * 10**6], 8)
     assert (len(row["input_ids"]), is_cut) == (8, True)
     assert tokenizer.read < 10_000
     tokenizer.read = 0
     assert tokenize_texts(tokenizer, ["hello " * 10**6, "good"], 8)[1]
+    assert tokenizer.read < 10_000
+    tokenizer.read = 0
+    row, is_cut = tokenize_texts(tokenizer, ["hello " * 10**5, "good " * 10**6], 8)  # an even number: none is longer
+    assert (len(row["input_ids"]), is_cut) == (8, True)
     assert tokenizer.read < 10_000

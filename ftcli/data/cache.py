@@ -301,22 +301,22 @@ def _content_key(recipe: Recipe, task: Task) -> str:
         "reader": READER,
         "data": data_settings(recipe),
         "train": [
-            corpus_digest(source) if recipe.data.streaming else _source_digest(source)
-            for source in recipe.data.train_sources
+            corpus_digest(source) if recipe.data.streaming else _source_digest(source, key)
+            for key, source in recipe.data.named_sources("train")
         ],
-        "eval": [_source_digest(source) for source in recipe.data.eval_sources],
+        "eval": [_source_digest(source, key) for key, source in recipe.data.named_sources("eval")],
         "task": identity,
         **key_parts(recipe, task),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _source_digest(source: Source) -> Any:
+def _source_digest(source: Source, key: str) -> Any:
     """Return a digest of a source: of the bytes of a file, the paths and times of images, or the name on the hub.
 
     Files that rows of a table name are not known here; see `rows_folder`.
     """
-    check_source(source, {})
+    check_source(source, {}, key=key)
     path = local_path(source.path)
     if path is None:
         return [source.path, source.name, source.split, source.revision]

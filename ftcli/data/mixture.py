@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ftcli.config.recipe import Recipe
-    from ftcli.config.recipe_data import Data, Source
+    from ftcli.config.recipe_data import Data
     from ftcli.data.encode import Counts
     from ftcli.tasks.protocol import Task
 
@@ -92,19 +92,21 @@ def read_sources(recipe: Recipe, task: Task) -> list[SourceRows]:
         InputError: A source is missing or unreadable, lacks a column, or has no rows left to train on.
     """
     data = recipe.data
-    train = _read(data, "train", data.train_sources, task, recipe.seed)
+    train = _read(data, "train", task, recipe.seed)
     if data.eval_sources:
-        evaluation = _read(data, "eval", data.eval_sources, task, recipe.seed)
+        evaluation = _read(data, "eval", task, recipe.seed)
     else:
         train, evaluation = _hold_out(train, data, recipe.seed)
     pairs = enumerate(zip(train, data.train_sources, strict=True))
     return [_weigh(part, source.weight, recipe.seed, number) for number, (part, source) in pairs] + evaluation
 
 
-def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) -> list[SourceRows]:
+def _read(data: Data, split: Literal["train", "eval"], task: Task, seed: int) -> list[SourceRows]:
     """Return the rows of the sources of one split, at most `max_rows` of each."""
     parts = []
-    for number, (source, label) in enumerate(zip(sources, labels_of(sources), strict=True)):
+    sources = data.named_sources(split)
+    labels = labels_of([source for _, source in sources])
+    for number, ((key, source), label) in enumerate(zip(sources, labels, strict=True)):
         column_map = data.columns_of(source)
         columns = {name: column_map.get(name, name) for name in task.columns} | column_map
         streams = split == "train" and data.streaming
@@ -113,7 +115,7 @@ def _read(data: Data, split: str, sources: list[Source], task: Task, seed: int) 
             rows = first_rows(source, columns, most_bad=data.max_bad_rows)
         else:
             complete = partial(_complete, task, redact(source.path), found)
-            rows = read_rows(source, columns, text_columns(task), complete)
+            rows = read_rows(source, columns, text_columns(task), complete, key=key)
         label = f"{label} (the first rows of the stream)" if streams else label
         description = described_columns(task, rows.column_names) if unused_columns(task, rows.column_names) else ""
         path = local_path(source.path)

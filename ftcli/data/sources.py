@@ -159,6 +159,8 @@ def read_rows(
     columns: dict[str, str],
     text: Collection[str] = (),
     complete: Callable[[dict[str, str], list[str]], dict[str, str]] | None = None,
+    *,
+    key: str = "data",
 ) -> Dataset:
     """Return every row of a source, with columns renamed to what the task expects.
 
@@ -167,6 +169,7 @@ def read_rows(
         columns: Name the task expects -> name in the source.
         text: Columns, by the names the task expects, whose fields in a table stay text even if they look like numbers.
         complete: Returns `columns` with further names, for (columns, columns of the source).
+        key: The recipe's key of the source, for messages.
 
     Returns:
         The rows.
@@ -174,7 +177,7 @@ def read_rows(
     Raises:
         InputError: The data is unreadable or empty, or lacks a column.
     """
-    check_source(source, {})
+    check_source(source, {}, key=key)
     path = local_path(source.path)
     text_names = [columns.get(name, name) for name in text]
     rows = read_hub(source, text_names) if path is None else _read_local(path, text_names)

@@ -102,7 +102,7 @@ def test_check_of_an_address_without_a_stream_names_the_setting(address: str, fo
     with pytest.raises(InputError, match=f"{address} is an address, .*\n.*data.streaming") as checking:
         checked(SFT, train=address)
     with pytest.raises(InputError, match="only a stream") as reading:
-        read_rows(Source(path=address), {})
+        read_rows(Source(path=address), {}, key="data.train")
     assert str(reading.value) == str(checking.value)
 
 

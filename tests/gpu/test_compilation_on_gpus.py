@@ -11,7 +11,12 @@ import torch
 from ftcli.models.architectures import model_types_with
 from ftcli.testing import save_tiny_causal
 
-from ..unit.models.kernels.test_compile import WAYS_TO_STORE, counters_of_200_steps, in_both_ways
+from ..unit.models.kernels.test_compile import (
+    WAYS_TO_STORE,
+    counters_of_200_steps,
+    distances_from_eager_layers,
+    in_both_ways,
+)
 from .test_attention_on_gpus import apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -36,6 +41,11 @@ def test_compiled_layers_with_much_shorter_or_longer_rows_compile_no_new_graph()
     assert graphs[0] > 0 and graphs[1] == graphs[-1], f"{graphs} graphs after each row"
     for expected, actual in zip(plain, fast, strict=True):
         assert float(apart(actual[0], expected[0]).max()) < 0.05 and float(apart(actual[1], expected[1])) < 0.05
+
+
+def test_compiled_layers_with_an_adapter_round_as_eager_layers(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, other = distances_from_eager_layers(inputs, monkeypatch, cpu=False)
+    assert exact < 0.2 * other
 
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None

@@ -43,8 +43,13 @@ def test_compiled_layers_with_much_shorter_or_longer_rows_compile_no_new_graph()
         assert float(apart(actual[0], expected[0]).max()) < 0.05 and float(apart(actual[1], expected[1])) < 0.05
 
 
-def test_compiled_layers_with_an_adapter_round_as_eager_layers(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact, other = distances_from_eager_layers(inputs, monkeypatch, cpu=False)
+def test_compiled_layers_with_an_adapter_round_as_eager_layers(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In a narrower model the order of sums, which differs between kernels of GPUs, hides the difference.
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    name = str(save_tiny_causal(tmp_path / "model", initializer_range=0.04, **sizes))
+    exact, other = distances_from_eager_layers(inputs, monkeypatch, cpu=False, name=name)
     assert exact < 0.2 * other
 
 

@@ -117,7 +117,7 @@ def _round_like_uncompiled_layers(recipe: Recipe) -> None:
 
     An adapter adds a small value to a frozen layer's output in bfloat16. It is lost by rounding if it is below half a
     unit of the last place. A fused kernel would not round there. That is closer to float32, but the curve would differ
-    from that of profiles that cannot compile (docs/explanation/determinism.md).
+    from that of profiles that cannot compile (docs/explanation/determinism.md). torch 2.11 ignores the setting on CPUs.
     """
     import torch._inductor.config
 

@@ -12,6 +12,7 @@ from ftcli.models.estimates.memory_saving import offloads_without_recomputing
 from ftcli.models.estimates.pass_budget import FULL_TOKENS, enough_tokens
 from ftcli.models.estimates.shape import Shape
 from ftcli.models.kernels.compile import COMPILERS, HOOKS, LEAST_SAVED, compile_problem, seconds_saved
+from ftcli.models.kernels.compile_options import ROUNDS_ON_CPUS, rounds_as_uncompiled_layers
 from ftcli.models.structure import base_model_of
 from ftcli.runtime.installed import is_installed
 
@@ -36,8 +37,8 @@ def choose_compile(
 ) -> tuple[Recipe, list[str]]:
     """Choose whether layers are compiled.
 
-    The recipe decides, if the backend allows it. Where the recipe leaves it open, layers are compiled on GPUs if this
-    saves time, and a layer that cannot be compiled runs as it is.
+    The recipe decides, if the backend allows it and the losses stay those of uncompiled layers. Where the recipe leaves
+    it open, layers are compiled on GPUs if this saves time, and a layer that cannot be compiled runs as it is.
 
     Args:
         model: The model, not yet prepared.
@@ -55,6 +56,9 @@ def choose_compile(
     requested = recipe.model.torch_compile
     if requested and not may_compile:
         return _with_compile(recipe, compiled=False), [f"torch_compile: left out, {HOOKS}"]
+    if requested and not rounds_as_uncompiled_layers(recipe, device_type):
+        reason = f"before torch {ROUNDS_ON_CPUS} compiled layers with an adapter round differently on CPUs"
+        return _with_compile(recipe, compiled=False), [f"torch_compile: left out, {reason}"]
     if requested is not None:
         return recipe, []
     on_gpu = device_type == "cuda"

@@ -13,6 +13,7 @@ from ftcli.runtime.process_settings import change
 if TYPE_CHECKING:
     from ftcli.config.recipe import Recipe
 
+ROUNDS_ON_CPUS = "2.13"  # first tested torch whose compiled layers round as uncompiled ones on CPUs too; 2.11 does not
 BUDGET = 0.9  # fraction of the activations that a graph would keep for the backward pass
 
 OPTIONS = declare(
@@ -33,6 +34,20 @@ OPTIONS = declare(
     unmeasured="Without it, layers are not compiled, so a step takes what it takes without "
     "[compiled-layers](#compiled-layers).",
 )
+
+
+def rounds_as_uncompiled_layers(recipe: Recipe, device_type: str) -> bool:
+    """Return whether this torch can round in compiled layers where uncompiled ones do, if the recipe needs it.
+
+    Args:
+        recipe: The recipe. Only adapters in 16 bits need these roundings.
+        device_type: Type of the device, such as "cuda".
+    """
+    import torch
+    from packaging.version import Version
+
+    is_needed = recipe.adapter.type != "none" and recipe.precision != "fp32"
+    return not is_needed or device_type != "cpu" or Version(torch.__version__) >= Version(ROUNDS_ON_CPUS)
 
 
 def set_compile_options(recipe: Recipe, recomputed: str) -> None:

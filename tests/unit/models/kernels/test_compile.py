@@ -23,6 +23,7 @@ from ftcli.loop import steps
 from ftcli.models.adapters import add_adapter
 from ftcli.models.architectures import architecture_of, model_types_with
 from ftcli.models.kernels.compile import GraphCounter, check_compile, compile_layers
+from ftcli.models.kernels.compile_options import rounds_as_uncompiled_layers
 from ftcli.models.kernels.document_attention import confine_to_documents, document_bounds
 from ftcli.models.kernels.liger import liger_problem
 from ftcli.models.structure import layers_of
@@ -248,6 +249,26 @@ def test_compile_default_without_gain_logs_the_reason(
 ) -> None:
     compiles, (lines,) = decided(monkeypatch, **case)
     assert not compiles and lines.startswith("torch_compile: none, ") and why in lines
+
+
+@pytest.mark.parametrize(
+    ("version", "place", "precision", "adapter", "compiles"),
+    [
+        ("2.11.0+cpu", "cpu", "bf16", "lora", False),
+        ("2.13.0+cpu", "cpu", "bf16", "lora", True),
+        ("2.11.0", "cuda", "bf16", "lora", True),
+        ("2.11.0", "cpu", "fp32", "lora", True),
+        ("2.11.0", "cpu", "bf16", "none", True),
+    ],
+)
+def test_a_recipe_that_asks_is_not_compiled_where_the_losses_would_change(
+    version: str, place: str, precision: str, adapter: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    model, adapters = {"name": "x", "torch_compile": True}, {"type": adapter} if adapter != "none" else {}
+    chosen, lines = decided(monkeypatch, place=place, precision=precision, model=model, adapter=adapters)
+    assert chosen == compiles
+    assert lines == ([] if compiles else [lines[0]]) and all("adapter round differently on CPUs" in x for x in lines)
 
 
 def test_hooks_inside_of_layers_win_over_a_recipe_that_asks_and_liger_may_take_their_place() -> None:
@@ -487,10 +508,8 @@ def distances_from_eager_layers(
 
 @pytest.mark.slow
 def test_compile_layers_with_an_adapter_rounds_as_eager_layers(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.codegen import cpp
-
-    if "emulate_precision_casts" not in Path(cpp.__file__).read_text():
-        pytest.skip("this torch does not support the setting for CPUs")
+    if not rounds_as_uncompiled_layers(recipe("x", precision="bf16", adapter={"type": "lora"}), "cpu"):
+        pytest.skip("this torch does not round there on CPUs")
     exact, other = distances_from_eager_layers(inputs, monkeypatch, cpu=True)
     assert exact < 0.2 * other
 

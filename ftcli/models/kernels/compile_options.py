@@ -40,13 +40,15 @@ def rounds_as_uncompiled_layers(recipe: Recipe, device_type: str) -> bool:
     """Return whether this torch can round in compiled layers where uncompiled ones do, if the recipe needs it.
 
     Args:
-        recipe: The recipe. Only adapters in 16 bits need these roundings.
+        recipe: The recipe. Only adapters on layers in 16 bits need these roundings. Those may also be frozen weights in
+            bfloat16 under fp32.
         device_type: Type of the device, such as "cuda".
     """
     import torch
     from packaging.version import Version
 
-    is_needed = recipe.adapter.type != "none" and recipe.precision != "fp32"
+    has_16_bits = recipe.precision != "fp32" or recipe.model.dtype == "bfloat16"
+    is_needed = recipe.adapter.type != "none" and has_16_bits
     return not is_needed or device_type != "cpu" or Version(torch.__version__) >= Version(ROUNDS_ON_CPUS)
 
 

@@ -32,6 +32,7 @@ USUAL_PAIRS = (
 USUAL_NAMES = tuple({"text": first, PAIR_COLUMN: second} for first, second in USUAL_PAIRS)
 SEGMENTS = "token_type_ids"
 CHARACTERS_PER_TOKEN = 2  # of the part of a long text that is tokenized first; longer parts follow if that is too few
+LEAST_CHARACTERS = 256  # of that part: WordPiece has one token for a word of more than 100 characters
 
 
 def tokenize_texts(tokenizer: Any, texts: list[str], length: int) -> tuple[Row, bool]:
@@ -65,7 +66,7 @@ def _head(tokenizer: Any, text: str, length: int) -> str:
     gets a part from the end. The part is short because a fast tokenizer also returns what it cuts off, and for two
     texts as all pairs of their pieces.
     """
-    size, is_left = CHARACTERS_PER_TOKEN * length, tokenizer.truncation_side == "left"
+    size, is_left = max(CHARACTERS_PER_TOKEN * length, LEAST_CHARACTERS), tokenizer.truncation_side == "left"
     before, before_kept = text, list[int]()
     while size < len(text):
         part = _part(tokenizer, text, size)

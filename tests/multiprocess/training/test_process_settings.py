@@ -59,7 +59,10 @@ def train(folder: Path, kinds: list[str]) -> dict[str, tuple[Any, list[str]]]:
     """Train one kind of run after the other; return (curve and weights, settings that the run left changed) of each."""
     import torch
 
+    from ftcli.models.kernels import compile_options
+
     torch.compile = partial(torch.compile, backend="aot_eager")  # without the time of a C++ compiler
+    compile_options.ROUNDS_ON_CPUS = "0"  # such graphs round as the layers with every torch
     results = {}
     before = settings()
     for kind in kinds:
@@ -84,9 +87,11 @@ def settings_during_and_after(folder: Path) -> tuple[list[str], list[str], list[
     import torch
 
     from ftcli.loop import train as train_run
+    from ftcli.models.kernels import compile_options
     from ftcli.training.setup import prepare
 
     torch.compile = partial(torch.compile, backend="aot_eager")  # without the time of a C++ compiler
+    compile_options.ROUNDS_ON_CPUS = "0"  # such graphs round as the layers with every torch
     before = settings()
     run = prepare(recipe_of(folder, KINDS[0]), cpu=True)
     during = differences(before)

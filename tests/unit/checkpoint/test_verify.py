@@ -133,6 +133,16 @@ def test_tolerance_of_an_export_grows_with_the_rounding_of_its_model_up_to_a_lim
     assert [job(precision).compute for precision in ("fp32", "fp16", "fp8")] == [None, "float16", "bfloat16"]
 
 
+def test_find_probe_of_a_checkpoint_is_that_of_the_same_step(tmp_path: Path) -> None:
+    run, path = RunFolder(tmp_path), tmp_path / PROBE
+    run.final.mkdir()
+    for step, expected in ((4, path), (2, None)):
+        (folder := tmp_path / f"step-{step:06d}").mkdir()
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+        save_file({"logits": torch.zeros(2, 3)}, path, metadata={"step": "4"})
+        assert find_probe(run, folder) == expected
+
+
 def test_find_probe_of_a_damaged_file_is_logged_and_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -271,6 +271,12 @@ def test_a_recipe_that_asks_is_not_compiled_where_the_losses_would_change(
     assert lines == ([] if compiles else [lines[0]]) and all("adapter round differently on CPUs" in x for x in lines)
 
 
+def test_frozen_weights_in_16_bits_need_the_roundings_under_fp32_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    model = {"name": "x", "torch_compile": True, "dtype": "bfloat16"}
+    assert not decided(monkeypatch, place="cpu", precision="fp32", model=model, adapter={"type": "lora"})[0]
+
+
 def test_hooks_inside_of_layers_win_over_a_recipe_that_asks_and_liger_may_take_their_place() -> None:
     rows, plan = PreparedRows(Dataset.from_dict({}), None, {}), Plan(1, 10, 10, 1, 1, 1, 1, 0)
     assert choose_compile(large(), compiled_recipe(), plan, rows, "none", device_type="cuda", may_compile=True) == (
@@ -371,6 +377,7 @@ def test_compiled_adapter_training_compiles_nothing_after_step_3_for_any_row_len
     stored: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # graphs without C++
+    monkeypatch.setattr("ftcli.models.kernels.compile_options.ROUNDS_ON_CPUS", "0")  # these round with every torch
     model = {"name": str(inputs / "untied"), "dropout": 0.0, "torch_compile": True} | WAYS_TO_STORE[stored]
     early, late = counters_of_200_steps(inputs, tmp_path, model, cpu=True)
     assert early == late

@@ -10,8 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ftcli import testing
 from ftcli.config.recipe import Recipe
@@ -172,8 +175,9 @@ class Watched:
 @pytest.mark.parametrize("characters", ["🙂x", "x🙂", "xx"])  # of 4 tokens and of 1
 @pytest.mark.parametrize("sizes", [(10, 200), (40, 50), (60, 60), (61, 60), (60, 61), (300, 5)])
 def test_tokenize_texts_gives_the_odd_token_to_the_longer_of_two_texts(
-    sizes: tuple[int, int], characters: str, side: str
+    sizes: tuple[int, int], characters: str, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ftcli.tasks.shared.text_pairs.LEAST_CHARACTERS", 0)  # so that these texts are long ones
     tokenizer = joining_tokenizer(side)
     texts = [character * size for character, size in zip(characters, sizes, strict=True)]
     for whole in (texts, texts[::-1]):
@@ -186,6 +190,21 @@ def test_tokenize_texts_of_two_long_texts_gives_the_tokenizer_short_parts_to_cut
     row, is_cut = tokenize_texts(tokenizer, ["hello " * 7_000, "good " * 40_000], 511)
     assert (len(row["input_ids"]), is_cut, row["input_ids"].index(1)) == (511, True, 254)
     assert 1_000 < tokenizer.cut < 10_000  # it returns all pairs of pieces of what it cuts
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("length", [8, 16, 24, 60])
+def test_tokenize_texts_with_a_word_that_is_unknown_because_it_is_long_equals_the_tokenizer(
+    length: int, side: str
+) -> None:
+    words = WordPiece({"[UNK]": 0, "a": 1, "##a": 2, "b": 3}, unk_token="[UNK]", max_input_chars_per_word=100)
+    backend = Tokenizer(words)
+    backend.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", truncation_side=side)
+    for text in ("a" * 150 + " b", "b " + "a" * 300, "a" * 99 + " b"):
+        row, is_cut = tokenize_texts(tokenizer, [text], length)
+        assert row["input_ids"] == tokenizer(text, truncation=True, max_length=length)["input_ids"]
+        assert is_cut == (len(tokenizer(text)["input_ids"]) > length)
 
 
 @settings(max_examples=60, deadline=None)
@@ -207,6 +226,10 @@ def test_tokenize_texts_of_a_long_text_reads_a_part_of_it() -> None:
     assert tokenizer.read < 10_000
     tokenizer.read = 0
     assert tokenize_texts(tokenizer, ["hello " * 10**6, "good"], 8)[1]
+    assert tokenizer.read < 10_000
+    tokenizer.read = 0
+    row, is_cut = tokenize_texts(tokenizer, ["hello " * 10**6, "good"], 9)  # an odd number, but one text is whole
+    assert (len(row["input_ids"]), is_cut) == (9, True)
     assert tokenizer.read < 10_000
     tokenizer.read = 0
     row, is_cut = tokenize_texts(tokenizer, ["hello " * 10**5, "good " * 10**6], 8)  # an even number: none is longer

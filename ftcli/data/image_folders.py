@@ -89,18 +89,19 @@ def image_files(folder: Path) -> list[tuple[Path, str]]:
     return list_images(folder).images
 
 
-def check_image_folder(folder: Path) -> None:
+def check_image_folder(folder: Path, key: str) -> None:
     """Check that a folder has an image, and no folders of splits, without listing all of it.
 
     Args:
         folder: Folder with one sub-folder per label.
+        key: The recipe's key of the source, for messages.
 
     Raises:
         InputError: There is no image, or a folder directly in it is one of several splits.
     """
     unused: Counter[str] = Counter()
     if next(_walk(folder, unused), None) is None:
-        raise no_images(folder, unused)
+        raise no_images(folder, unused, key)
     with os.scandir(folder) as entries:
         tops = [entry.path for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     suspects = [top for top in tops if _resembles_split(os.path.basename(top))]
@@ -234,12 +235,13 @@ def folder_digest(folder: Path) -> str:
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
-def no_images(folder: Path, unused: Mapping[str, int]) -> InputError:
+def no_images(folder: Path, unused: Mapping[str, int], key: str = "") -> InputError:
     """Return the error for a folder without images in its sub-folders, with what it contains."""
     found = f" (it has {_counts(unused)})" if any(unused.values()) else ""
     tables = sorted(path.name for path in folder.iterdir() if path.suffix in ROW_FILES and path.is_file())
     hint = f"a folder is a source of images only; name the file of rows, such as {tables[0]}" if tables else EXPECTED
-    return InputError(f"{folder.absolute()} contains no images{found}", hint=hint)
+    start = f"{key}: " if key else ""
+    return InputError(f"{start}{folder.absolute()} contains no images{found}", hint=hint)
 
 
 def _counts(unused: Mapping[str, int]) -> str:

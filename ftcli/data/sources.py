@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 FIRST_CHARACTERS = 2**20  # characters or bytes of a JSON file that are read to find its first rows
 
 
-def first_columns(source: Source, *, most_bad: int = 0) -> list[str] | None:
+def first_columns(source: Source, *, most_bad: int = 0, key: str = "data") -> list[str] | None:
     """Return the column names of a source's first rows, as the file has them.
 
     Args:
         source: File, folder, asset or name on the hub.
         most_bad: Rows that may be unusable. One row more than that is read.
+        key: The recipe's key of the source, for messages.
 
     Returns:
         The names; None if reading them needs a library.
@@ -57,12 +58,12 @@ def first_columns(source: Source, *, most_bad: int = 0) -> list[str] | None:
         if path.suffix in TABLES:
             names_in_file, has_rows = read_header(file, path.suffix)
             if not has_rows:
-                raise InputError(f"{path} has no rows", hint="give a file with at least one row")
+                raise InputError(f"{key}: {path} has no rows", hint="give a file with at least one row")
             return names_in_file
         rows = text_rows(path) if path.suffix == ".jsonl" else _objects_of(file)
         names = list(dict.fromkeys(name for row in islice(rows, 1 + most_bad) for name in row))
     if not names and path.suffix == ".jsonl" and next(text_rows(path), None) is None:
-        raise InputError(f"{path} is empty", hint="give a file with at least one row")
+        raise InputError(f"{key}: {path} is empty", hint="give a file with at least one row")
     return names or None
 
 
@@ -98,11 +99,11 @@ def check_source(source: Source, columns: dict[str, str], *, most_bad: int = 0, 
         return
     require_file(path, key)
     if path.is_dir():
-        check_image_folder(path)
+        check_image_folder(path, key)
     elif path.suffix not in FORMATS:
         known = ", ".join(FORMATS)
         raise InputError(f"{key}: {path} has no known data format", hint=f"known: {known}, or a folder of images")
-    elif (names := first_columns(source, most_bad=most_bad)) is not None:
+    elif (names := first_columns(source, most_bad=most_bad, key=key)) is not None:
         require_columns(names, columns.values(), str(path))
 
 
@@ -182,7 +183,7 @@ def read_rows(
     text_names = [columns.get(name, name) for name in text]
     rows = read_hub(source, text_names) if path is None else _read_local(path, text_names)
     if len(rows) == 0:
-        raise InputError(f"{source.path} has no rows")
+        raise InputError(f"{key}: {source.path} has no rows")
     columns = columns if complete is None else complete(columns, rows.column_names)
     require_columns(rows.column_names, columns.values(), source.path)
     renamed = set(columns.values())

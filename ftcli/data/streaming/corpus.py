@@ -53,7 +53,7 @@ def check_corpus(source: Source, columns: Mapping[str, str], *, most_bad: int = 
         if (names := columns_of_stream(source, most_bad=most_bad)) is not None:
             require_columns(names, columns.values(), first)
         elif suffix_of(first) in READERS:
-            raise InputError(f"{source.path} has no rows", hint="give a file with at least one row")
+            raise InputError(f"{key}: {source.path} has no rows", hint="give a file with at least one row")
     elif is_address(source.path):
         if not is_pattern(source.path) and not is_folder(source.path):
             require_one_format([source.path], source.path)

@@ -20,6 +20,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_data import Source
 from ftcli.data.cache import PreparedRows, prepare_rows
 from ftcli.data.encode import PARALLEL_FROM, Counts, encode_source, encoded_files
+from ftcli.data.mixture import read_sources
 from ftcli.data.revisions import hub_notes
 from ftcli.data.sources import check_source, first_columns, read_rows
 from ftcli.launch.preflight import describe_formats
@@ -397,6 +398,14 @@ def test_a_path_that_cannot_be_a_name_on_the_hub_is_local(
     with pytest.raises(InputError, match=r"^data\.eval\.1: no data at") as caught:
         check_source(Source(path=path), {}, key="data.eval.1")
     assert path != "shards/train3/" or "did you mean 'train2'?" in str(caught.value)
+
+
+def test_prepare_rows_names_the_key_of_a_source_that_is_gone(model: Path, tmp_path: Path) -> None:
+    there, gone = texts(tmp_path / "there.jsonl", "a", 9), str(tmp_path / "gone.jsonl")
+    recipe = recipe_of(model, {"train": [there, gone]})
+    for read in (prepared, lambda recipe: read_sources(recipe, build_task(recipe))):
+        with pytest.raises(InputError, match=r"^data\.train\.1: no data at"):
+            read(recipe)
 
 
 def test_notes_of_names_on_the_hub_have_a_similar_local_name(

@@ -229,7 +229,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"task": "unpaired_preference", "data": {"train": "judged.jsonl"}},
         ("row 1 of judged.jsonl", "`label` is 0.5; it must be true for a desirable answer"),
     ),
-    "no images": (IMAGE | {"data": {"train": "vit"}}, ("data.train: ", "contains no images", "one sub-folder per label")),
+    "no images": (
+        IMAGE | {"data": {"train": "vit"}},
+        ("data.train: ", "contains no images", "one sub-folder per label"),
+    ),
     "a broken image": (IMAGE | {"data": {"train": "broken_images"}}, ("row 4 of broken_images", "cannot read image")),
     "no model": ({"model": {"name": "nobody/no-such-model"}}, ("neither on this machine nor", "check the spelling")),
     "no name of a model": ({"model": {"name": "no such model!"}}, ("neither on this machine nor", "spelling")),

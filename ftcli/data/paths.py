@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # NAME or OWNER/NAME
 MODEL_KEY = "model.name"  # the key of the recipe that names the model
 RELATIVE = "a relative path starts at the current folder"
 
@@ -33,8 +35,8 @@ def local_path(name: str) -> Path | None:
     if name.startswith("asset:"):
         return asset_path(name)
     path = user_path(name)
-    is_too_long = "://" not in name and (name.count("/") > 1 or name.endswith("/"))  # a name on the hub is OWNER/NAME
-    looks_local = path.suffix in FORMATS or name.startswith((".", "/", "~")) or is_too_long or path.exists()
+    is_no_hub_name = "://" not in name and HUB_NAME.fullmatch(name) is None
+    looks_local = path.suffix in FORMATS or name.startswith((".", "/", "~")) or is_no_hub_name or path.exists()
     return path if looks_local else None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe_model import NO_MODEL
 from ftcli.data.hub_commits import COMMITS, commit_of, entry_name
-from ftcli.data.paths import local_path, similar_names
+from ftcli.data.paths import HUB_NAME, local_path, similar_names
 from ftcli.data.streaming.remote_files import is_address
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def is_on_hub(name: str) -> bool:
     """
     if name == NO_MODEL:
         return False
-    return local_path(name) is None and not is_address(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
+    return local_path(name) is None and not is_address(name) and HUB_NAME.fullmatch(name) is not None
 
 
 def is_data_set(source: Source | None) -> bool:

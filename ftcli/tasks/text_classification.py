@@ -25,7 +25,14 @@ from ftcli.tasks.shared.problem_types import (
     metric_names_of,
     problem_of,
 )
-from ftcli.tasks.shared.text_pairs import PAIR_COLUMN, USUAL_NAMES, collate_segments, takes_segments, tokenize_texts
+from ftcli.tasks.shared.text_pairs import (
+    PAIR_COLUMN,
+    USUAL_NAMES,
+    collate_segments,
+    note_other_texts,
+    takes_segments,
+    tokenize_texts,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,7 +101,8 @@ class Task:
 
     def survey_parts(self, parts: list[SourceRows]) -> tuple[list[SourceRows], dict[str, Any]]:
         """Return the rows with labels as class names, and {"labels": names of the classes}."""
-        return self.problem.survey(parts)
+        aligned, facts = self.problem.survey(parts)
+        return note_other_texts(aligned), facts
 
     def encode(self, row: Row, facts: dict[str, Any]) -> list[Row]:
         """Return one prepared row, {"input_ids", "target", "items"}, or none if it is too long and dropped.

@@ -51,7 +51,8 @@ def choose_compile(
         is_whole: Whether each process has all weights.
 
     Returns:
-        The recipe with `model.torch_compile` decided, and on GPUs one line for the log if layers are not compiled.
+        The recipe with `model.torch_compile` decided, and one line for the log if layers are not compiled on a GPU, or
+        not compiled although the recipe requests it.
     """
     requested = recipe.model.torch_compile
     if requested and not may_compile:

@@ -235,8 +235,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a broken image": (IMAGE | {"data": {"train": "broken_images"}}, ("row 4 of broken_images", "cannot read image")),
     "no model": ({"model": {"name": "nobody/no-such-model"}}, ("neither on this machine nor", "check the spelling")),
-    "no name of a model": ({"model": {"name": "no such model!"}}, ("neither on this machine nor", "spelling")),
+    "no name of a model": ({"model": {"name": "no such model!"}}, ("model.name: no model folder at",)),
     "no model folder": ({"model": {"name": "./cuasal"}}, ("no model folder at", "did you mean 'causal'?")),
+    "data that is no name on the hub": ({"data": {"train": "my chats/rows"}}, ("data.train: no data at",)),
+    "pattern without streaming": ({"data": {"train": "chats.jsonl", "eval": "chats/*.gz"}}, ("data.eval: no data at",)),
     "no model folder, no data file and no prompts": (
         {
             "model": {"name": "./cuasal"},

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ftcli.models.structure import base_model_of
 from ftcli.tasks.protocol import Batch, Row
 from ftcli.tasks.shared.batches import pad
+
+if TYPE_CHECKING:
+    from ftcli.data.mixture import SourceRows
 
 PAIR_COLUMN = "text_pair"
 # Names of two text columns in public data sets, such as those of GLUE, SuperGLUE, XNLI and PAWS.
@@ -31,7 +35,7 @@ USUAL_PAIRS = (
 )
 USUAL_NAMES = tuple({"text": first, PAIR_COLUMN: second} for first, second in USUAL_PAIRS)
 SEGMENTS = "token_type_ids"
-CHARACTERS_PER_TOKEN = 2  # of the part of a long text that is tokenized first; longer parts follow if that is too few
+CHARACTERS_PER_TOKEN = 8  # of the part of a long text that is tokenized first; longer parts follow if that is too few
 LEAST_CHARACTERS = 256  # of that part: WordPiece has one token for a word of more than 100 characters
 
 
@@ -57,6 +61,26 @@ def tokenize_texts(tokenizer: Any, texts: list[str], length: int) -> tuple[Row, 
     if len(texts) == 2 and any(encoded.get(SEGMENTS) or ()):
         row[SEGMENTS] = encoded[SEGMENTS]
     return row, is_cut
+
+
+def note_other_texts(parts: list[SourceRows]) -> list[SourceRows]:
+    """Add a note to evaluation sources of one text if all training rows have two, and the other way round.
+
+    Args:
+        parts: The rows that each split takes from each source.
+    """
+    trained = {PAIR_COLUMN in part.rows.column_names for part in parts if part.split == "train"}
+
+    def noted(part: SourceRows) -> SourceRows:
+        has_pair = PAIR_COLUMN in part.rows.column_names
+        if has_pair in trained:
+            return part
+        what = f"{'two texts' if has_pair else 'one text'} per row, but data.train has {'one' if has_pair else 'two'}"
+        return replace(
+            part, notes=(*part.notes, (what, "name the columns in data.columns: {text: ..., text_pair: ...}"))
+        )
+
+    return [noted(part) for part in parts]
 
 
 def _head(tokenizer: Any, text: str, length: int) -> str:

@@ -101,8 +101,8 @@ def test_list_files_of_a_name_without_local_files_is_on_the_hub(folder: Path) ->
         ("empty", "contains no data files"),
         ("both", "several formats: csv, json"),
         ("rows.xml.gz", "no known data format"),
-        ("data/9.jsonl", "no data at"),
-        ("data/9.jsonl.gz", "no data at"),
+        ("data/9.jsonl", "^data.key: no data at"),
+        ("data/9.jsonl.gz", "^data.key: no data at"),
         ("nosuch://bucket/a.jsonl", "unknown protocol nosuch://"),
         ("memory://bucket/a.xml", "no known data format"),
     ],
@@ -113,7 +113,7 @@ def test_check_corpus_of_a_source_that_cannot_be_streamed_is_refused(folder: Pat
     write(folder / "both" / "a.jsonl", 1)
     write(folder / "both" / "b.csv", 1)
     with pytest.raises(InputError, match=message):
-        check_corpus(Source(path=path), {})
+        check_corpus(Source(path=path), {}, key="data.key")
 
 
 def test_check_corpus_with_a_protocol_whose_package_is_missing_names_it(folder: Path) -> None:

@@ -155,6 +155,22 @@ def test_prepare_rows_with_labels_that_look_alike_warns_with_the_pairs(
     assert [(finding.level, finding.what) for finding in warnings] == ([("warning", what)] if pairs else [])
 
 
+@pytest.mark.parametrize("pair_in", ["train", "eval", "both", "neither"])
+def test_prepare_rows_evaluation_with_another_number_of_texts_than_the_training_warns(
+    prepared: Any, pair_in: str
+) -> None:
+    for name in ("train", "eval"):
+        pair = {"text_pair": "b"} if pair_in in (name, "both") else {}
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"text": "a", "label": x, **pair}) + "\n" for x in "xy"))
+    said = [line for line in prepared("train.jsonl", "eval.jsonl").log_lines if "per row, but data.train" in line]
+    expected = {
+        "train": "one text per row, but data.train has two",
+        "eval": "two texts per row, but data.train has one",
+    }
+    hint = "name the columns in data.columns: {text: ..., text_pair: ...}"
+    assert said == ([f"data.eval eval: {expected[pair_in]}: {hint}"] if pair_in in expected else [])
+
+
 def test_prepare_rows_of_a_table_with_several_forms_of_a_number_warns_with_the_pairs(prepared: Any) -> None:
     Path("t.csv").write_text("text,label\na,10\nb,1e1\nc,2\n")
     rows = prepared("t.csv")

@@ -177,7 +177,8 @@ class Watched:
 def test_tokenize_texts_gives_the_odd_token_to_the_longer_of_two_texts(
     sizes: tuple[int, int], characters: str, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftcli.tasks.shared.text_pairs.LEAST_CHARACTERS", 0)  # so that these texts are long ones
+    monkeypatch.setattr("ftcli.tasks.shared.text_pairs.CHARACTERS_PER_TOKEN", 2)  # so that these texts are long ones
+    monkeypatch.setattr("ftcli.tasks.shared.text_pairs.LEAST_CHARACTERS", 0)
     tokenizer = joining_tokenizer(side)
     texts = [character * size for character, size in zip(characters, sizes, strict=True)]
     for whole in (texts, texts[::-1]):
@@ -214,7 +215,10 @@ def test_tokenize_texts_of_any_length_equals_the_tokenizer(
 ) -> None:
     tokenizer = joining_tokenizer(side)
     texts = ["".join(words) for words in (first, second) if words is not None]
-    row, is_cut = tokenize_texts(tokenizer, texts, length)
+    with pytest.MonkeyPatch.context() as patch:  # so that these texts are long ones
+        patch.setattr("ftcli.tasks.shared.text_pairs.CHARACTERS_PER_TOKEN", 2)
+        patch.setattr("ftcli.tasks.shared.text_pairs.LEAST_CHARACTERS", 0)
+        row, is_cut = tokenize_texts(tokenizer, texts, length)
     assert row["input_ids"] == tokenizer(*texts, truncation=True, max_length=length)["input_ids"]
     assert is_cut == (len(tokenizer(*texts)["input_ids"]) > length)
 

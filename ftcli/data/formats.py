@@ -73,7 +73,7 @@ def recognise(columns: Collection[str], kinds: Sequence[str], where: str) -> Row
     required = ", nor ".join(" and ".join(map(repr, known.required)) for known in ROW_FORMATS if known.kind in kinds)
     raise InputError(
         f"{where} has rows of no known format: no column {required}",
-        hint=f"the columns are {present}; name the right ones in data.columns",
+        hint=f"the columns are {present}; name the right ones in data.columns, or in `columns` of this source",
     )
 
 

@@ -136,7 +136,8 @@ def require_columns(present: Sequence[str], required: Any, where: str) -> None:
         raise InputError(
             f"no column {', '.join(repr(name) for name in missing)}",
             where=where,
-            hint=f"the columns are {', '.join(present)}; name the right ones in data.columns",
+            hint=f"the columns are {', '.join(present)}; name the right ones in data.columns, or in `columns` of this "
+            "source",
         )
 
 

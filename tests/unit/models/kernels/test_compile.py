@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,15 +165,15 @@ def test_compiled_layers_do_not_copy_attention_gradients(monkeypatch: pytest.Mon
 
 
 def trained(
-    folder: Path, name: str = "sft-tied", *, cpu: bool = True, rate: float = 5e-3, **model: Any
+    folder: Path, name: str = "sft-tied", *, cpu: bool = True, sections: Mapping[str, Any] | None = None, **model: Any
 ) -> tuple[Run, list[float], list[int]]:
     """Return a run of a small recipe, its losses, and how many graphs were compiled up to each step."""
     torch._dynamo.reset()
     counters.clear()
     section = {"name": str(folder / "tied"), "dropout": 0.0} | model
     data = {"train": str(folder / "chats.jsonl"), "eval_rows": 5, "max_length": 128, "padding_free": True}
-    sections = {"data": data, "train": {"max_steps": 5}, "optimizer": {"learning_rate": rate}}
-    small_recipe = cell(folder, name, model=section, precision="bf16", **sections)
+    changes = {"model": section, "data": data, "train": {"max_steps": 5}} | dict(sections or {})
+    small_recipe = cell(folder, name, precision="bf16", **changes)
     run, graphs = prepare(small_recipe, cpu=cpu), []
     losses = []
     for step in steps(run):
@@ -500,10 +500,11 @@ def distances_from_eager_layers(
     """
     from torch._inductor import config
 
-    eager = trained(inputs, "sft-lora", cpu=cpu, rate=1e-4, **model)[1]
+    sections = {"optimizer": {"learning_rate": 1e-4}, "schedule": {"name": "constant"}}
+    eager = trained(inputs, "sft-lora", cpu=cpu, sections=sections, **model)[1]
 
     def distance() -> float:
-        losses = trained(inputs, "sft-lora", cpu=cpu, rate=1e-4, torch_compile=True, **model)[1]
+        losses = trained(inputs, "sft-lora", cpu=cpu, sections=sections, torch_compile=True, **model)[1]
         return max(abs(a / b - 1) for a, b in zip(losses, eager, strict=True))
 
     exact = distance()

@@ -53,8 +53,8 @@ def check_first_rows(recipe: Recipe) -> None:
     if is_custom_task(recipe.task):
         return
     task, data = find_task(recipe.task).Task, recipe.data
-    for split, sources in (("train", data.train_sources), ("eval", data.eval_sources)):
-        for source in sources:
+    for split in ("train", "eval"):
+        for key, source in data.named_sources(split):
             path = local_path(source.path)
             if path is None or (split == "train" and data.streaming):
                 continue
@@ -62,7 +62,7 @@ def check_first_rows(recipe: Recipe) -> None:
                 if properties_of(task).reads_text:
                     others = " or ".join(tasks_where(lambda task: not task.reads_text))
                     hint = f"name a data file, or set task: {others}"
-                    raise InputError(f"data.{split}: {path} is a folder, but task {recipe.task} reads text", hint=hint)
+                    raise InputError(f"{key}: {path} is a folder, but task {recipe.task} reads text", hint=hint)
                 continue
             if path.suffix != ".json" or path.stat().st_size <= FIRST_CHARACTERS:  # a list is parsed as a whole
                 _check_rows(recipe, task, source, path)

@@ -123,7 +123,7 @@ def _read(data: Data, split: Literal["train", "eval"], task: Task, seed: int) ->
             description = list_images(path).describe()
         if kinds := properties_of(task).formats:
             with _explain_inherited_formats(type(task)):
-                row_format = recognise(rows.column_names, kinds, f"data.{split}: {source.path}")
+                row_format = recognise(rows.column_names, kinds, f"{key}: {source.path}")
             description = described(row_format, rows.column_names, kinds)
             rows = decode_class_names(rows, [*row_format.required, *row_format.optional], source.path)
         most = len(rows) if source.max_rows is None else min(source.max_rows, len(rows))

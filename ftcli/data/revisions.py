@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe_model import NO_MODEL
 from ftcli.data.hub_commits import COMMITS, commit_of, entry_name
-from ftcli.data.paths import HUB_NAME, local_path, similar_names
+from ftcli.data.paths import local_path, similar_names
 from ftcli.data.streaming.remote_files import is_address
 
 if TYPE_CHECKING:
@@ -103,9 +103,7 @@ def is_on_hub(name: str) -> bool:
     Args:
         name: `model.name`, or the path of a source.
     """
-    if name == NO_MODEL:
-        return False
-    return local_path(name) is None and not is_address(name) and HUB_NAME.fullmatch(name) is not None
+    return name != NO_MODEL and local_path(name) is None and not is_address(name)
 
 
 def is_data_set(source: Source | None) -> bool:

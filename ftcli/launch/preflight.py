@@ -158,8 +158,10 @@ def describe_formats(recipe: Recipe) -> dict[str, str]:
         return descriptions
     task = find_task(recipe.task).Task
     kinds = properties_of(task).formats
-    for split, sources in (("train", recipe.data.train_sources), ("eval", recipe.data.eval_sources)):
-        for source, label in zip(sources, labels_of(sources), strict=True):
+    for split in ("train", "eval"):
+        sources = recipe.data.named_sources(split)
+        labels = labels_of([source for _, source in sources])
+        for (key, source), label in zip(sources, labels, strict=True):
             name = f"data.{split}" + (f" {label}" if len(sources) > 1 else "")
             is_stream = split == "train" and recipe.data.streaming
             read_columns = columns_of_stream if is_stream else first_columns
@@ -171,7 +173,7 @@ def describe_formats(recipe: Recipe) -> dict[str, str]:
                 continue
             mapped = recipe.data.columns_of(source)
             if not is_stream:
-                mapped = with_usual_names(task, mapped, stored_columns, where=f"data.{split}: {source.path}")
+                mapped = with_usual_names(task, mapped, stored_columns, where=f"{key}: {source.path}")
             expected_names: dict[str, list[str]] = {}
             for expected, stored in mapped.items():
                 expected_names.setdefault(stored, []).append(expected)
@@ -179,6 +181,6 @@ def describe_formats(recipe: Recipe) -> dict[str, str]:
             if not kinds:
                 descriptions[name] = f"{source.path}: {described_columns(task, columns)}"
                 continue
-            row_format = recognise(columns, kinds, f"data.{split}: {source.path}")
+            row_format = recognise(columns, kinds, f"{key}: {source.path}")
             descriptions[name] = f"{source.path}: {described(row_format, columns, kinds)}"
     return descriptions

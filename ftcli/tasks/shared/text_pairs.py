@@ -115,8 +115,10 @@ def _in_order(tokenizer: Any, heads: list[str], texts: list[str], length: int) -
         length: The most tokens of a row.
     """
     room = length - tokenizer.num_special_tokens_to_add(pair=True)
+    if room % 2 == 0:
+        return heads
     counts = [len(_ids(tokenizer, head)) for head in heads]
-    if room % 2 == 0 or min(counts) <= room // 2:
+    if min(counts) <= room // 2:
         return heads
     first, second = (len(_ids(tokenizer, text)) for text in texts)
     longer = 0 if first > second else 1

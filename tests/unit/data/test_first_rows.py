@@ -70,6 +70,10 @@ def test_check_file_of_another_task_is_refused(suffix: str, folder: Path) -> Non
         checked(classify, train=f"texts.{suffix}", eval=f"chats.{suffix}")
     with pytest.raises(InputError, match="images is a folder, but task sft reads text"):
         checked(SFT, train="images")
+    with pytest.raises(InputError, match=rf"^data\.eval\.1: texts.{suffix} contains raw text"):
+        checked(SFT, train=f"chats.{suffix}", eval=[f"chats.{suffix}", f"texts.{suffix}"])
+    with pytest.raises(InputError, match=r"^data\.train\.1: images is a folder"):
+        checked(SFT, train=[f"chats.{suffix}", "images"])
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -406,6 +406,9 @@ def test_prepare_rows_names_the_key_of_a_source_that_is_gone(model: Path, tmp_pa
     for read in (prepared, lambda recipe: read_sources(recipe, build_task(recipe))):
         with pytest.raises(InputError, match=r"^data\.train\.1: no data at"):
             read(recipe)
+    other = write(tmp_path / "other.jsonl", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(InputError, match=r"^data\.train\.1: .*other\.jsonl contains "):
+        prepared(recipe_of(model, {"train": [there, str(other)]}))
 
 
 def test_notes_of_names_on_the_hub_have_a_similar_local_name(

@@ -194,7 +194,7 @@ def test_tokenize_texts_of_two_long_texts_gives_the_tokenizer_short_parts_to_cut
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("length", [8, 16, 24, 60])
+@pytest.mark.parametrize("length", [4, 6, 8, 16, 24, 60])
 def test_tokenize_texts_with_a_word_that_is_unknown_because_it_is_long_equals_the_tokenizer(
     length: int, side: str
 ) -> None:

@@ -268,6 +268,15 @@ two_patches() { # each optional patch of FSDP2 and ZeRO-3 left out
         zero3-quiet-hooks zero3-gathered-layers; do
         more "patch_zero3_$name" 90 "${at[@]}" --profile zero3 --without "$name"
     done
+    for name in "" layers-of-a-model; do # with compiled layers it would also leave them uncompiled
+        more "patch_zero3_plain_$name" 90 "${at[@]}" --set model.torch_compile=false --profile zero3 --without "$name"
+    done
+    at=(--shape bert-base --length 128 --micro-size 32 --task text_classification --precision bf16 --steps 40 --warm 10)
+    [ -n "${REHEARSAL:-}" ] && at=(--shape tiny-bert --length 32 --micro-size 2 --task text_classification --cpu --precision fp32)
+    at+=(--processes 2 --peer ftcli --label patches)
+    for name in "" zero3-exact-bias; do
+        more "patch_zero3_bias_$name" 90 "${at[@]}" --profile zero3 --without "$name"
+    done
 }
 
 unsloth() { # adapters of 8B and all weights of 1B, on one GPU; cells that begin with u_ take EXTRAS with Unsloth's packages

@@ -78,6 +78,8 @@ def write_inputs(folder: Path, kind: str, parsed: argparse.Namespace) -> Path:
         values["data"]["max_length"] = 1024
     for section, added in KINDS[kind].items():
         values[section] = values.get(section, {}) | added if isinstance(added, dict) else added
+    if parsed.learning_rate is not None:
+        values["optimizer"]["learning_rate"] = parsed.learning_rate
     recipe = place / "recipe.yaml"
     recipe.write_text(json.dumps(values, indent=1))  # JSON is YAML
     return recipe
@@ -148,6 +150,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", help="one of benchmarks/random_model.py")
     parser.add_argument("--image-shape", default="vit-b16", help="one of benchmarks/cells/models.py")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--learning-rate", type=float, help="of all kinds; default: each kind's own")
     parser.add_argument("--jobs", type=int, default=4, help="comparisons that run at the same time")
     parser.add_argument("--cpu", action="store_true")
     parsed = parser.parse_args()

@@ -165,7 +165,13 @@ def test_compiled_layers_do_not_copy_attention_gradients(monkeypatch: pytest.Mon
 
 
 def trained(
-    folder: Path, name: str = "sft-tied", *, cpu: bool = True, sections: Mapping[str, Any] | None = None, **model: Any
+    folder: Path,
+    recipe_name: str = "sft-tied",
+    /,
+    *,
+    cpu: bool = True,
+    sections: Mapping[str, Any] | None = None,
+    **model: Any,
 ) -> tuple[Run, list[float], list[int]]:
     """Return a run of a small recipe, its losses, and how many graphs were compiled up to each step."""
     torch._dynamo.reset()
@@ -173,7 +179,7 @@ def trained(
     section = {"name": str(folder / "tied"), "dropout": 0.0} | model
     data = {"train": str(folder / "chats.jsonl"), "eval_rows": 5, "max_length": 128, "padding_free": True}
     changes = {"model": section, "data": data, "train": {"max_steps": 5}} | dict(sections or {})
-    small_recipe = cell(folder, name, precision="bf16", **changes)
+    small_recipe = cell(folder, recipe_name, precision="bf16", **changes)
     run, graphs = prepare(small_recipe, cpu=cpu), []
     losses = []
     for step in steps(run):

@@ -7,8 +7,8 @@
 FOLDER is one of `random_model.py`. Each way runs in new processes, in turns (`--times`): with all patches, and without
 the named one. Prints a line for each. `discarded` tries micro-batch sizes as `batch.micro_size: auto` does, and prints
 the memory that the discarded run still holds when the next one begins, and the peak of that one. `moments` trains two
-steps of adamw_8bit on one GPU, and prints how long a pass over the state takes, as for a checkpoint, and how long
-training waits for a checkpoint that is saved in the background. With `--cpu`, memory is 0.
+steps of adamw_8bit on one GPU, and prints how long a pass over weights and moments takes, as for a checkpoint. With
+`--cpu`, memory is 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import gc
 import os
 import statistics
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,8 @@ from typing import Any
 
 from ftcli.testing import run_on_cpu, run_on_processes
 
-STEPS, PASSES, SAVES = 2, 7, 4
+STEPS, PASSES = 2, 7
+CHANGES = [f"train.max_steps={STEPS}", "schedule.warmup_steps=0", "data.eval=null", "evaluate.at_start=false"]
 
 
 class NoMeter:
@@ -45,7 +45,7 @@ class NoMeter:
         return 0
 
 
-def discarded(recipe: str, without: str, cpu: bool, output: str) -> dict[str, float]:
+def discarded(recipe: str, without: str, cpu: bool) -> dict[str, float]:
     """Return GiB of this rank: held by a discarded run, held by the next one when it is ready, and its peak."""
     os.environ["FTCLI_WITHOUT_PATCHES"] = without
     import torch
@@ -58,9 +58,7 @@ def discarded(recipe: str, without: str, cpu: bool, output: str) -> dict[str, fl
     def held() -> float:
         return torch.cuda.memory_allocated() / 2**30
 
-    changes = [f"train.max_steps={STEPS}", "data.eval=null", "evaluate.at_start=false", "batch.micro_size=auto"]
-    changes.append("schedule.warmup_steps=0")
-    auto = load_recipe(recipe, changes)
+    auto = load_recipe(recipe, [*CHANGES, "batch.micro_size=auto"])
     size, saving, _ = find_micro_batch_size(auto, NoMeter if cpu else DeviceMeter, partial(prepare, cpu=cpu))
     result = {"held after it": held()}
     if not cpu:
@@ -74,45 +72,33 @@ def discarded(recipe: str, without: str, cpu: bool, output: str) -> dict[str, fl
     return result | {"rows": float(size)}
 
 
-def moments(recipe: str, without: str, cpu: bool, output: str) -> dict[str, float]:
-    """Return milliseconds: the median pass over weights and 8-bit moments, and the median wait for a checkpoint."""
+def moments(recipe: str, without: str, cpu: bool) -> dict[str, float]:
+    """Return the median milliseconds of a pass over weights and 8-bit moments."""
     os.environ["FTCLI_WITHOUT_PATCHES"] = without
     import torch
 
     from ftcli.config.load import load_recipe
     from ftcli.loop import steps
-    from ftcli.training.checkpointing import save_checkpoint
     from ftcli.training.setup import prepare
 
-    changes = [f"train.max_steps={STEPS + SAVES}", "data.eval=null", "evaluate.at_start=false", "checkpoint.keep=1"]
-    run = prepare(load_recipe(recipe, [*changes, "optimizer.name=adamw_8bit"]), cpu=cpu, output=output)
+    run = prepare(load_recipe(recipe, [*CHANGES, "optimizer.name=adamw_8bit"]), cpu=cpu)
+    for _ in steps(run):
+        pass
 
-    def wait() -> float:
+    def seconds() -> float:
         if not cpu:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    training = iter(steps(run))
-    for _ in range(STEPS):
-        next(training)
-    passes, pauses = [], []
+    passes = []
     for _ in range(PASSES):
         gc.collect()
-        began = wait()
+        began = seconds()
         for _shard in run.hardware.state_shards(run.model, run.optimizer):
             pass
-        passes.append(wait() - began)
-    for number in range(SAVES):
-        began = wait()
-        save_checkpoint(run, STEPS + number, background=True)
-        pauses.append(wait() - began)
-        run.saving.wait()
-        next(training)
+        passes.append(seconds() - began)
     run.hardware.release(run.model)
-    return {
-        "a pass, ms": 1000 * statistics.median(passes[1:]),
-        "a checkpoint, ms": 1000 * statistics.median(pauses[1:]),
-    }
+    return {"a pass, ms": 1000 * statistics.median(passes[1:])}
 
 
 MEASUREMENTS: dict[str, Any] = {"discarded": discarded, "moments": moments}
@@ -135,8 +121,7 @@ def main() -> None:
     recipe = str(arguments.folder / "recipe.yaml")
     for _ in range(arguments.times):
         for without in ("", arguments.without):
-            with tempfile.TemporaryDirectory(dir=arguments.folder) as output:
-                values = start(MEASUREMENTS[arguments.measurement], recipe, without, arguments.cpu, output, **place)
+            values = start(MEASUREMENTS[arguments.measurement], recipe, without, arguments.cpu, **place)
             texts = [f"{key} {max(each[key] for each in values):.2f}" for key in values[0]]
             print(f"{f'without {without}' if without else 'with all patches'}: {', '.join(texts)}", flush=True)
 

@@ -29,10 +29,11 @@ PENDING_WORKS = declare(
     library="torch",
     versions=">=2.11,<2.14",
     purpose="Waits until NCCL's watchdog has finished with all collectives of a discarded run",
-    without="The gradients of such a run then stay in memory during the next run.",
+    without="Some gradients of such a run then stay in memory until the next run sends its first message.",
     alternative="`destroy_process_group`, after which Accelerate cannot start another run in the process.",
     apis=("torch.distributed:ProcessGroup._wait_for_pending_works",),
-    unmeasured="It acts when a run is discarded. The memory that it frees was not measured.",
+    measurement="A discarded run of 1B under DDP on two H200s leaves 0.06 GiB on a GPU, without it 1.08 and 4.67 GiB "
+    "in two runs. The run after it frees them when it starts: its peak is 29.02 GiB both times.",
 )
 
 

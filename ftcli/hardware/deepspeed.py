@@ -99,7 +99,7 @@ RELEASE = declare(
     without="The memory of such a run is then freed only at the end of the process.",
     alternative="`engine.destroy()`, which leaves both.",
     apis=("deepspeed.runtime.zero.parameter_offload:FWD_MODULE_STACK", "deepspeed:DeepSpeedEngine.destroy"),
-    unmeasured="It acts when a run is discarded. The memory that it frees was not measured.",
+    measurement="A discarded run of 1B leaves 0.06 GiB on each of two H200s, without the patch 6.97 GiB.",
 )
 
 

@@ -34,7 +34,8 @@ VERSIONS = declare(
     without="Moments are then packed again after each read, with the same bytes.",
     alternative="A comparison with a copy, which takes the memory of the copy.",
     apis=("torch:Tensor._version",),
-    unmeasured="It saves work when a checkpoint reads 8-bit moments. How much was not measured.",
+    measurement="A checkpoint of the 135M shape reads weights and moments in 0.27 s, without it in 17.1 s: one CPU "
+    "thread. On one H200 reading 1B takes 9.0 ms, and packing 263 million moments 4.9 ms.",
 )
 
 

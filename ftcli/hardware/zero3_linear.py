@@ -26,7 +26,8 @@ EXACT_BIAS = declare(
         "deepspeed.runtime.zero.linear:zero3_linear_wrap",
         "deepspeed.runtime.zero.partition_parameters:zero3_linear_wrap",
     ),
-    unmeasured="It corrects results. The time that it takes was not measured.",
+    measurement="105.2, 111.1 and 111.4 ms a step, without it 117.1, 103.9 and 112.0 ms, 2.6 GiB each time: BERT-base, "
+    "2 x 32 rows of up to 128 tokens, two H200s. The host limits these steps.",
 )
 
 

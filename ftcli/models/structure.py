@@ -24,8 +24,9 @@ LAYERS = declare(
     without="Layers are then not compiled, and ZeRO-3 gathers the modules inside a layer one by one.",
     alternative="None: Accelerate reads the same attribute.",
     apis=("transformers:PreTrainedModel._no_split_modules",),
-    unmeasured="Without it, layers are not compiled, so a step takes what it takes without "
-    "[compiled-layers](#compiled-layers). What ZeRO-3 loses besides was not measured.",
+    measurement="279.1 ms and 33.3 GiB a step under ZeRO-3, without it 326.1 ms and 33.7 GiB (again: 284.9 and 344.0 "
+    "ms): 1B, 4 x 4,096 tokens, layers not compiled, two H200s. Without it, layers are not compiled either "
+    "([compiled-layers](#compiled-layers)).",
 )
 
 

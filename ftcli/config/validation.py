@@ -159,7 +159,7 @@ def _locate(location: tuple[int | str, ...], schema: Schema) -> tuple[Keys, Sche
     node = section = schema
     for step in location:
         after: Schema | None = None
-        if any(_names_member(step, branch) for branch in branches(node, schema)):
+        if "anyOf" in node and any(_names_member(step, branch) for branch in branches(node, schema)):
             continue
         for branch in branches(node, schema):
             if isinstance(step, int) and "items" in branch:
@@ -177,9 +177,12 @@ def _locate(location: tuple[int | str, ...], schema: Schema) -> tuple[Keys, Sche
 
 
 def _names_member(step: int | str, branch: Schema) -> bool:
-    """Return whether a step of a pydantic location names a member of a union: a section, or a list of sections."""
+    """Return whether a step of a pydantic location names a member of a union: a section, list, mapping or literal."""
     is_section = "properties" in branch and step == branch.get("title") and step not in branch["properties"]
-    return is_section or (branch.get("type") == "array" and isinstance(step, str) and step.startswith("list["))
+    start = {"array": "list[", "object": "dict["}.get(branch.get("type", ""), "")
+    if "const" in branch or "enum" in branch:
+        start = "literal["
+    return is_section or bool(isinstance(step, str) and start and step.startswith(start))
 
 
 def _unknown(path: Keys) -> str:
@@ -236,7 +239,7 @@ def _show(value: Any) -> str:
 
 def _hint(value: Any, node: Schema, schema: Schema) -> str:
     """Return a hint with the value that the user probably meant; an empty string if there is none."""
-    types = {node.get("type"), *(branch.get("type") for branch in node.get("anyOf", []))}
+    types = {node.get("type"), *(branch.get("type") for branch in node.get("anyOf", []) if "const" not in branch)}
     if value is None:
         return ""
     if isinstance(value, str):

@@ -64,6 +64,21 @@ def only_problem(text: str, *overrides: str) -> str:
     return problems[0]
 
 
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ("{x: -1}", "class_weights.x is -1, and must be a number, above 0"),
+        ("{x: a}", "class_weights.x is 'a' (text), and must be a number, above 0"),
+        ("3", "class_weights is 3, and must be a mapping of names to values or balanced or null"),
+        ("balance", "class_weights is 'balance' (text), and must be a mapping of names to values or balanced or null"),
+    ],
+)
+def test_load_recipe_with_wrong_class_weights_names_the_key_once(recipe: Path, weights: str, problem: str) -> None:
+    """The option is a mapping or a word. Names that pydantic gives to the two are no keys."""
+    text = GOOD.replace("sft", f"text_classification\ntask_options: {{class_weights: {weights}}}")
+    assert only_problem(text) == f"r.yaml:2: task_options.{problem}"
+
+
 def test_load_recipe_with_a_short_recipe_reads_with_defaults(recipe: Path) -> None:
     loaded = load_recipe(recipe)
     assert loaded.data.train == Source(path="rows.jsonl")

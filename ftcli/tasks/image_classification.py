@@ -1,4 +1,4 @@
-"""Classify images: one label, several labels or a number per row. The loss is summed over rows.
+"""Classify images: one label, several labels or a number per row. The loss is a mean over rows.
 
 Images are processed by the model's Hugging Face image processor with the Pillow backend, so pixels do not depend on
 torchvision. They are RGB with 8 bits, rotated as their Exif data require; 16-bit pixels are scaled. Every image is

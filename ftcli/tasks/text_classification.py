@@ -1,4 +1,4 @@
-"""Classify texts: one label, several labels or a number per row. The loss is summed over rows.
+"""Classify texts: one label, several labels or a number per row. The loss is a mean over rows.
 
 Shapes: B rows, T tokens, C labels.
 """

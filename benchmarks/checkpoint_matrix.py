@@ -87,7 +87,7 @@ def _synchronized_time(run: Any, cpu: bool) -> float:
 
     if not cpu:
         torch.cuda.synchronize()
-    run.hardware.ranks.barrier()
+    run.hardware.ranks.wait_for_slowest()
     return time.perf_counter()
 
 

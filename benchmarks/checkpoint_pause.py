@@ -42,7 +42,7 @@ def measure(recipe: str, output: str, saves: int, between: int, cpu: bool) -> di
     def synchronized_time() -> float:
         if not cpu:
             torch.cuda.synchronize()
-        ranks.barrier()
+        ranks.wait_for_slowest()
         return time.perf_counter()
 
     training = iter(steps(run))

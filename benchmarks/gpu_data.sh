@@ -22,7 +22,7 @@ one() {
         --facts "$results/facts.jsonl" "${cpu[@]}"
     piece packed_against_padded 150 python3 benchmarks/packed_against_padded.py "$recipe" --capacity 4096 "${size[@]}" \
         --set batch.micro_size=8 --facts "$results/facts.jsonl" "${cpu[@]}"
-    piece four_bits 200 $test tests/gpu/test_quantization.py -k "single and learn"
+    piece four_bits 200 $test tests/gpu/test_quantization.py -k "single and resumes"
 }
 
 two() {
@@ -37,7 +37,7 @@ pair() {
     export CUDA_VISIBLE_DEVICES=$1
     local lane=pair
     piece preemption_x2 300 $test tests/gpu/test_preemption_on_gpus.py
-    piece four_bits_resume_x2 300 $test tests/gpu/test_quantization.py -k "fsdp and learn"
+    piece four_bits_resume_x2 300 $test tests/gpu/test_quantization.py -k "fsdp and resumes"
     piece four_bits_curves_x2 300 $test tests/gpu/test_quantization.py -k two
     piece steady_x2 240 $test tests/gpu/test_steady_loop_on_gpus.py -k two
 }

@@ -239,9 +239,10 @@ patches() { # each optional patch left out, on one GPU
         more "patch_host_$name" 60 "${small[@]}" --set model.torch_compile=false \
             --set model.gradient_checkpointing=full --set model.activation_offloading=true --without "$name"
     done
+    at+=(--shape bert-base --length 128 --micro-size 32 --task text_classification --precision bf16)
+    [ -n "${REHEARSAL:-}" ] && at+=(--shape tiny-bert --length 32 --micro-size 2 --precision fp32)
     for name in "" padding-masks; do
-        more "patch_padded_$name" 60 "${at[@]}" --shape bert-base --length 128 --micro-size 32 \
-            --task text_classification --precision bf16 --without "$name"
+        more "patch_padded_$name" 60 "${at[@]}" --without "$name"
     done
 }
 
@@ -257,16 +258,17 @@ two_short() { # short rows that are not packed, on one GPU and on two
 
 two_patches() { # each optional patch of FSDP2 and ZeRO-3 left out
     has 2 two_patches || return 0
-    local name at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16 --steps 14)
+    local name compiled at=(--shape llama-3.2-1b --length 4096 --micro-size 4 --task pretrain --precision bf16 --steps 14)
     [ -n "${REHEARSAL:-}" ] && at=(--shape tiny --length 128 --micro-size 2 --task pretrain --cpu --precision fp32 --steps 8)
-    at+=(--processes 2 --peer ftcli --set model.torch_compile=true --label patches)
+    at+=(--processes 2 --peer ftcli --label patches)
+    compiled=("${at[@]}" --set model.torch_compile=true)
     for name in "" fsdp-16-bit-gradients fsdp-small-unit; do
-        more "patch_fsdp_$name" 90 "${at[@]}" --profile fsdp --without "$name"
+        more "patch_fsdp_$name" 90 "${compiled[@]}" --profile fsdp --without "$name"
     done
     for name in "" zero3-16-bit-gradients zero3-16-bit-weights zero3-compiled-linear zero3-rounded-shards zero3-step \
         zero3-gather-stream zero3-small-weights zero3-gradient-buffer zero3-gradient-memory zero3-stream-waits \
         zero3-quiet-hooks zero3-gathered-layers; do
-        more "patch_zero3_$name" 90 "${at[@]}" --profile zero3 --without "$name"
+        more "patch_zero3_$name" 90 "${compiled[@]}" --profile zero3 --without "$name"
     done
     for name in "" layers-of-a-model; do # with compiled layers it would also leave them uncompiled
         more "patch_zero3_plain_$name" 90 "${at[@]}" --set model.torch_compile=false --profile zero3 --without "$name"

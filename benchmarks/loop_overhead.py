@@ -106,7 +106,10 @@ def ours(run: Any, losses: list[Tensor], *, recorded: bool) -> Iterator[None]:
     from ftcli.training.reporter import Reporter
 
     with Reporter(run) if recorded else nullcontext() as report:
-        for step in steps(run):
+        training = steps(run)
+        while True:
+            run.settings.own()  # the other run, which was prepared by the same recipe, has the same settings
+            step = next(training)
             if report is not None:
                 report.step(step)
             losses.append(step.loss_tensor)

@@ -1,9 +1,10 @@
-"""Compare packed, concatenated and padded batches of the same documents: losses, curves and speed.
+r"""Compare packed, concatenated and padded batches of the same documents: losses, curves and speed.
 
     ftcli fetch quickstart && python benchmarks/packed_against_padded.py [RECIPE] --cpu [--documents 24] [--steps 3]
     python benchmarks/packed_against_padded.py RECIPE --capacity 4096 --documents 96 --steps 8      # on a GPU
     python benchmarks/docstring_pairs.py 96 pairs.jsonl
-    python benchmarks/packed_against_padded.py smoke/preference --cpu --set data.train=pairs.jsonl --set data.eval=null
+    python benchmarks/packed_against_padded.py smoke/preference --cpu --set data.train=pairs.jsonl \
+        --set data.eval=null --set evaluate.at_start=false
 
 Each step takes randomly drawn documents in three layouts: packed into rows of `--capacity` tokens (`--bins` rows per
 micro-batch), concatenated without packing, and padded (both in the recipe's micro size). So all curves train the same
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 
 from ftcli.config.load import load_recipe
+from ftcli.config.plan import micro_size_limit
 from ftcli.data.packing import lengths_of, pack, row_capacity
 from ftcli.tasks.shared.pairs import model_inputs
 from ftcli.training.batches.dataloaders import Rows
@@ -55,14 +57,14 @@ class Side:
         self.optimizer: Any = self.run.optimizer.optimizer  # type: ignore[attr-defined]  # inside Accelerate's
         data = self.run.rows
         self.rows = Rows(data.train, self.run.task, training=True, columns=data.derived["train"])
-        self.trained = [sum(trained) for trained in data.train["trained"]]  # tokens of each document
+        self.trained = [sum(trained[1:]) for trained in data.train["trained"]]  # tokens of each document with a loss
         self.capacity = row_capacity(data.train, self.run.recipe.data.max_length)
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
     def batches(self, documents: list[int]) -> list[Any]:
         """Return (documents, batch) of each micro-batch: some packed rows, or micro_size rows of one document."""
-        data, micro = self.run.rows.train, self.run.recipe.batch.micro_size
+        data, micro = self.run.rows.train, micro_size_limit(self.run.recipe)
         groups = [documents[start : start + micro] for start in range(0, len(documents), micro)]
         if self.packs:
             packed = pack(lengths_of(data)[documents], self.capacity)

@@ -48,6 +48,15 @@ KINDS: dict[str, dict[str, Any]] = {
 IMAGES = ("images", "resnet")
 
 
+def add_recipe_options(parser: argparse.ArgumentParser, steps: int) -> None:
+    """Add the options that `write_inputs` reads, with the default number of steps."""
+    parser.add_argument("--shape", default="qwen3-0.6b", help="one of benchmarks/random_model.py")
+    parser.add_argument("--image-shape", default="vit-b16", help="one of benchmarks/cells/models.py")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--learning-rate", type=float, help="of all kinds; default: each kind's own")
+    parser.add_argument("--cpu", action="store_true")
+
+
 def write_inputs(folder: Path, kind: str, parsed: argparse.Namespace) -> Path:
     """Write the rows and the recipe of a kind, and its model if it is missing; return the path of the recipe."""
     place = folder / kind
@@ -147,12 +156,8 @@ def main() -> None:
     parser.add_argument("--profiles", default="single,ddp,fsdp,zero2,zero3")
     parser.add_argument("--processes", default="2")
     parser.add_argument("--micro-sizes", default="4")
-    parser.add_argument("--shape", default="qwen3-0.6b", help="one of benchmarks/random_model.py")
-    parser.add_argument("--image-shape", default="vit-b16", help="one of benchmarks/cells/models.py")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--learning-rate", type=float, help="of all kinds; default: each kind's own")
     parser.add_argument("--jobs", type=int, default=4, help="comparisons that run at the same time")
-    parser.add_argument("--cpu", action="store_true")
+    add_recipe_options(parser, steps=12)
     parsed = parser.parse_args()
     recipes = [(kind, write_inputs(parsed.folder, kind, parsed)) for kind in parsed.kinds]
     failed = False

@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
+    if arguments.measurement == "discarded" and arguments.profile is None:
+        parser.error("discarded needs --profile")
     start = run_on_cpu if arguments.cpu else run_on_processes
     place = {"processes": 1, "profile": "single"}
     if arguments.measurement == "discarded":

@@ -23,7 +23,7 @@ HOME = Path(__file__).resolve().parent
 sys.path[:0] = [str(HOME), str(HOME.parent)]
 
 from checkpoint_matrix import TOLERANCES, largest_difference  # noqa: E402
-from parity_of_tasks import KINDS, write_inputs  # noqa: E402
+from parity_of_tasks import KINDS, add_recipe_options, write_inputs  # noqa: E402
 
 from ftcli.testing import run_on_cpu, run_on_processes  # noqa: E402
 
@@ -77,17 +77,19 @@ def chain_of(kind: str, parsed: argparse.Namespace) -> tuple[bool, str]:
     return difference <= TOLERANCES[parsed.precision], line
 
 
-def main() -> None:
-    """Run the chains, and print a line for each."""
+def options() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--precision", choices=list(TOLERANCES), default="bf16")
-    parser.add_argument("--shape", default="qwen3-0.6b", help="one of benchmarks/random_model.py")
-    parser.add_argument("--image-shape", default="vit-b16", help="one of benchmarks/cells/models.py")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--cpu", action="store_true")
-    parsed = parser.parse_args()
+    add_recipe_options(parser, steps=15)
+    return parser
+
+
+def main() -> None:
+    """Run the chains, and print a line for each."""
+    parsed = options().parse_args()
     holds = True
     for kind in parsed.kinds:
         try:

@@ -65,7 +65,8 @@ def write_inputs(folder: Path, layers: int) -> Path:
     config = Qwen3Config(**SHAPE, **tokens, num_hidden_layers=layers)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
-    lines = [json.dumps({"text": chr(97 + n % 26) * 15}) for n in range(64)]
+    # Different tokens: the gradients of queries and keys of equal ones are zero, which stops the run.
+    lines = [json.dumps({"text": "".join(chr(97 + n * i % 26) for i in range(1, 16))}) for n in range(1, 65)]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
     recipe: dict[str, Any] = {
         "task": "pretrain",

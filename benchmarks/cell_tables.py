@@ -19,7 +19,7 @@ import json
 import re
 import sys
 import textwrap
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +244,7 @@ def summary(cells: list[list[dict[str, Any]]]) -> list[str]:
                     f"{1000 * line['step p50']:.0f}",
                     f"{line['peak allocated GiB']:.1f}",
                     f"{line['first step']:.0f}",
-                    datetime.fromtimestamp(line["time"], UTC).date().isoformat(),
+                    datetime.fromtimestamp(line["time"], timezone.utc).date().isoformat(),
                 ]
             )
     return [*markdown(rows), ""]

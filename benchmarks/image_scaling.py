@@ -107,7 +107,7 @@ def train(folder: Path, model: str, images: Path, processes: int, parsed: argpar
         "settings": parsed.set,
         "images a second": statistics.harmonic_mean(row["rows_per_second"] for row in steady),
         "median": statistics.median(row["rows_per_second"] for row in steady),
-        "data wait": statistics.fmean((row["data_wait_share"] for row in steady), weights=times),
+        "data wait": sum(row["data_wait_share"] * time for row, time in zip(steady, times, strict=True)) / sum(times),
         "first loss": logged[0]["loss"],
         "last loss": [row["loss"] for row in logged if "loss" in row][-1],
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.runtime.errors import InputError, Problem, collect_problems
 from ftcli.runtime.installed import is_installed
+from ftcli.runtime.patches import names_left_out
 from ftcli.tasks.protocol import properties_of
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
         is_elsewhere: Whether the run uses the GPUs and packages of another machine. They are not checked here.
 
     Raises:
-        InputError: A file is missing or invalid, or this machine cannot run what the recipe requests. The error holds
-            the problems of the model, of all sources of data and of the prompts together.
+        InputError: A file is missing or invalid, this machine cannot run what the recipe requests, or an unknown patch
+            is left out. The error holds the problems of the model, of all sources of data and of the prompts together.
     """
     from ftcli.config.plan import check_rows_of_a_pass
     from ftcli.config.task_registry import find_task, is_custom_task, task_class
@@ -68,7 +69,7 @@ def check_inputs(recipe: Recipe, *, cpu: bool = False, is_elsewhere: bool = Fals
         *hub_key_problems(recipe),
         *quantised_problems(recipe),
         *([] if is_elsewhere else check_bitsandbytes(recipe, cpu=cpu) + check_float8(recipe, cpu=cpu)),
-        *collect_problems(_file_checks(recipe)),
+        *collect_problems([names_left_out, *_file_checks(recipe)]),
     ]:
         raise InputError(problems)
     check_rows_of_a_pass(recipe)

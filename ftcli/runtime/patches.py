@@ -21,11 +21,26 @@ from functools import cache
 from types import CodeType, ModuleType
 from typing import Any
 
-from ftcli.runtime.errors import InputError
+from ftcli.runtime.errors import InputError, nearest
 from ftcli.runtime.log import log_line
 
 # Names of patches, separated by commas. The optional ones are left out; a required one is refused.
 WITHOUT = "FTCLI_WITHOUT_PATCHES"
+# All names, because a misspelt one must be noticed before the module of each patch is imported.
+NAMES = (
+    "accelerate-state", "adamw-8bit-kernels", "adapter-merging", "adapter-switch", "attention-of-a-model",
+    "attention-schemas", "causal-loss", "compile-options", "compiled-checkpoints", "compiled-layers",
+    "compiling-processes", "deepspeed-cpu-extension", "deepspeed-partitions", "deepspeed-release", "document-scores",
+    "flash-attention-calls", "float32-modules", "float8-products", "foreach-gradients", "fork-server",
+    "four-bit-outputs", "fsdp-16-bit-gradients", "fsdp-constant-sizes", "fsdp-embeddings", "fsdp-on-cpu",
+    "fsdp-small-unit", "fused-lengths", "import-structure", "json-columns", "launcher-environment",
+    "launcher-variables", "layers-of-a-model", "liger-kernels", "liger-rotary", "lora-scaling", "nccl-pending-works",
+    "new-heads", "padding-masks", "template-environment", "tensor-versions", "views-of-weights",
+    "weight-names-in-files", "zero3-16-bit-gradients", "zero3-16-bit-weights", "zero3-compiled-linear",
+    "zero3-exact-bias", "zero3-gather-stream", "zero3-gathered-layers", "zero3-gradient-buffer",
+    "zero3-gradient-memory", "zero3-hidden-hooks", "zero3-hook-functions", "zero3-leaf-passes", "zero3-quiet-hooks",
+    "zero3-rounded-shards", "zero3-small-weights", "zero3-step", "zero3-stream-waits", "zero3-unread-norm",
+)  # fmt: skip
 REGISTRY: dict[str, Patch] = {}
 _logged: set[str] = set()  # patches whose warning was logged in this process
 
@@ -78,7 +93,7 @@ class Patch:
 
     def problem(self) -> str | None:
         """Return the reason why an optional patch is not used, as text; None when the patch is used."""
-        if self.name in _left_out():
+        if self.name in names_left_out():
             return f"{WITHOUT} contains {self.name}"
         return _problem(self.name)
 
@@ -98,13 +113,13 @@ class Patch:
         Raises:
             InputError: A name is missing. The message has the library, its version, the tested range and a remedy.
         """
-        problem = f"{WITHOUT} leaves {self.name} out" if self.name in _left_out() else _missing(self.name)
+        problem = f"{WITHOUT} leaves {self.name} out" if self.name in names_left_out() else _missing(self.name)
         if problem is not None:
             raise InputError(
                 f"{problem}, and ftcli needs it (patch {self.name}, tested with {self.library}{self.versions}). "
                 f"{self.purpose}. {self.without}",
                 hint=f"pip install '{self.library}{self.versions}'; {self.installed or 'no version'} is installed"
-                + (f", and {WITHOUT} must not contain {self.name}" if self.name in _left_out() else ""),
+                + (f", and {WITHOUT} must not contain {self.name}" if self.name in names_left_out() else ""),
             )
         if (untested := _untested(self.name)) is not None:
             self._log(f"patch {self.name}: {untested}; all names that it uses exist, so ftcli uses it")
@@ -322,5 +337,11 @@ def _problem(name: str) -> str | None:
     return _untested(name) or _missing(name)
 
 
-def _left_out() -> list[str]:
-    return [name.strip() for name in os.environ.get(WITHOUT, "").split(",")]
+def names_left_out() -> list[str]:
+    """Return the names in the variable; raises `InputError` if it contains a name that no patch has."""
+    names = [name.strip() for name in os.environ.get(WITHOUT, "").split(",") if name.strip()]
+    for name in names:
+        if name not in NAMES and name not in REGISTRY:
+            hint = nearest(name, NAMES) or "docs/reference/patches.md lists the names"
+            raise InputError(f"{WITHOUT} contains {name}, and no patch has this name", hint=hint)
+    return names

@@ -40,6 +40,10 @@ def skip_if_not_installed(patch: Patch) -> None:
         pytest.skip(f"{patch.library} is not installed")
 
 
+def test_names_of_patches_are_listed() -> None:
+    assert [patch.name for patch in PATCHES] == list(patches.NAMES)
+
+
 @pytest.mark.parametrize(("patch", "api"), ROWS, ids=[f"{patch.name}-{api}" for patch, api in ROWS])
 def test_patch_apis_exist_in_the_installed_library(patch: Patch, api: str) -> None:
     skip_if_not_installed(patch)

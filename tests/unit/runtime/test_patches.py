@@ -74,10 +74,22 @@ def test_is_usable_of_a_library_that_is_not_installed_is_false_and_silent(capsys
 
 def test_is_usable_of_a_patch_that_the_environment_leaves_out_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
     patch = patch_of()
-    monkeypatch.setenv(WITHOUT, "another, of-this-test")
+    monkeypatch.setenv(WITHOUT, "lora-scaling, of-this-test,")
     assert not patch.is_usable()
-    monkeypatch.setenv(WITHOUT, "another")
+    monkeypatch.setenv(WITHOUT, "lora-scaling")
     assert patch.is_usable()
+
+
+def test_is_usable_with_a_name_that_no_patch_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = patch_of()
+    monkeypatch.setenv(WITHOUT, "of-this-test, foreach-gradient")
+    for check in (patch.is_usable, patch.require):
+        with pytest.raises(InputError, match="FTCLI_WITHOUT_PATCHES contains foreach-gradient, and") as error:
+            check()
+        assert "did you mean 'foreach-gradients'?" in str(error.value)
+    monkeypatch.setenv(WITHOUT, "xyz")
+    with pytest.raises(InputError, match="patches.md lists the names"):
+        patch.is_usable()
 
 
 def test_is_usable_of_a_local_build_of_a_tested_version_is_true(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,13 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--profile", help="of `discarded`, which has two processes")
+    parser.add_argument("--profile", default="zero3", help="of `discarded`, which has two processes")
     parser.add_argument("--without", required=True, metavar="PATCH")
     parser.add_argument("--times", type=int, default=2)
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
-    if arguments.measurement == "discarded" and arguments.profile is None:
-        parser.error("discarded needs --profile")
     start = run_on_cpu if arguments.cpu else run_on_processes
     place = {"processes": 1, "profile": "single"}
     if arguments.measurement == "discarded":

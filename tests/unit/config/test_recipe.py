@@ -79,6 +79,11 @@ def test_load_recipe_with_wrong_class_weights_names_the_key_once(recipe: Path, w
     assert only_problem(text) == f"r.yaml:2: task_options.{problem}"
 
 
+def test_load_recipe_with_a_key_that_resembles_a_name_of_pydantic_is_named_in_full(recipe: Path) -> None:
+    text = GOOD.replace("data:\n", "data:\n  columns: {'dict[x': [1]}\n")
+    assert "data.columns.dict[x is a list of 1 item" in only_problem(text)
+
+
 def test_load_recipe_with_a_short_recipe_reads_with_defaults(recipe: Path) -> None:
     loaded = load_recipe(recipe)
     assert loaded.data.train == Source(path="rows.jsonl")

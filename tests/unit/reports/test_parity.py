@@ -15,7 +15,7 @@ from ftcli.config.load import dump_recipe
 from ftcli.config.profile import load_profile
 from ftcli.config.recipe import Recipe
 from ftcli.reports import parity
-from ftcli.reports.comparison import TOLERANCES, Curve, compare, comparison_table, difference
+from ftcli.reports.comparison import TOLERANCES, Curve, compare, comparison_table, difference, sensitive_notes
 from ftcli.runtime.errors import InputError
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.testing import save_hollow
@@ -36,7 +36,7 @@ def a_run(folder: Path, label: str = "ddp x2, micro 2", changes: dict[int, Any] 
         if step == STEPS:
             run.append_metrics({"step": step, "eval/loss": more.get("evaluation", 2.0), **more.get("further", {})})
     start = {"weights": {"a": "0" * 64, "b": more.get("digest", "1" * 64)}, "dropout": more.get("dropout", 0.0)}
-    start["uncompared_metrics"] = ["perplexity", "f1"]
+    start["uncompared_metrics"] = ["perplexity", "f1", "accuracy"]
     run.write_json("start.json", start)
     run.final.mkdir()
     save_file({"a": np.full(4, more.get("weight", 1.0), "float32")}, run.final / "model.safetensors")
@@ -128,6 +128,29 @@ def test_parity_compares_notes_in_training_and_in_evaluations(tmp_path: Path) ->
     for number, (fault, words) in enumerate(faults):
         given = {"changes": notes, "further": evaluation} | fault
         assert words in sentence(a_run(tmp_path / f"fault {number}", **given), first_run)
+
+
+def test_parity_compares_counts_of_rows_where_rounding_hardly_changes_them(tmp_path: Path) -> None:
+    """In bf16 a row whose two answers are almost equal changes side, so that only fp32 shows a wrong count."""
+
+    def counting(label: str, trained: float = 0.5, **evaluation: float) -> Curve:
+        changes = {step: {"train/accuracy": trained, "train/margin": 0.1} for step in range(1, STEPS + 1)}
+        metrics = {"accuracy": 0.5, "red/accuracy": 0.5, "f1/red": 0.5} | evaluation
+        return a_run(tmp_path / label, label, changes, further={f"eval/{name}": metrics[name] for name in metrics})
+
+    reference = counting("single")
+    assert sensitive_notes(reference) == ["train/accuracy"]
+    departures = [
+        (counting("training", 0.5625), "train/accuracy leaves the tolerance at step 1: 0.5625 against 0.5"),
+        (counting("evaluation", accuracy=0.4), "eval/accuracy leaves the tolerance at step 4: 0.4 against 0.5"),
+        (counting("source", **{"red/accuracy": 0.4}), "eval/red/accuracy leaves the tolerance at step 4: 0.4"),
+    ]
+    for run, words in departures:
+        assert words in sentence(run, reference, "fp32")
+        for precision in ("fp16", "bf16", "bf16_pure", "fp8"):
+            assert sentence(run, reference, precision) == ""
+        assert compare(run, reference, TOLERANCES["bf16"]).further == 0.0
+    assert sentence(counting("f1", **{"f1/red": 0.4}), reference, "fp32") == ""
 
 
 INF, NAN = float("inf"), float("nan")

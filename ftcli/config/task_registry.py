@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.task_files import changed_code, note_modules, remember_code
@@ -198,6 +199,15 @@ def _defines_task(path: Path) -> bool:
     return {"Options", "Task"} <= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
+class _SourceLoader(SourceFileLoader):
+    """Compiles a file each time. Python would use cached code after an edit within a second that keeps its size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code of the present contents of the file."""
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
 def _from_file(name: str) -> ModuleType:
     """Import and return the module of a custom task in a file."""
     path = user_path(name, "task").resolve()
@@ -206,10 +216,12 @@ def _from_file(name: str) -> ModuleType:
     module_name = f"{FROM_FILE}{path.stem}"
     if module_name in sys.modules and sys.modules[module_name].__file__ == str(path):
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise InputError(f"task '{name}' is not a Python file", hint="give a file whose name ends in .py")
-    module, execute = importlib.util.module_from_spec(spec), spec.loader.exec_module
+    loader = _SourceLoader(module_name, str(path))
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
+    assert spec is not None
+    module, execute = importlib.util.module_from_spec(spec), loader.exec_module
     if os.getcwd() not in sys.path:  # for modules beside the file; last, so that they hide no installed package
         sys.path.append(os.getcwd())
     remember_code(module_name, name)

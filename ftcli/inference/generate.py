@@ -107,6 +107,8 @@ def generate_rows(
     from ftcli.inference.generator import load_generator
 
     all_prompts = collect_prompts(prompts, file, system)
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}", hint="set it to 1 or more")
     choice = sampling_options(max_new_tokens, temperature, top_p, seed)
     generator = load_generator(
         target, cpu=cpu, chat_template_kwargs=chat_template_kwargs, trust_remote_code=trust_remote_code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,12 @@ def collect_prompts(
         system: A system turn for every prompt.
 
     Raises:
-        InputError: There is no prompt, or a conversation already has a system turn.
+        InputError: There is no prompt, `prompts` is a single one, or a conversation already has a system turn.
     """
+    if isinstance(prompts, str) or any(isinstance(item, Mapping) for item in prompts):
+        what = "a text" if isinstance(prompts, str) else "the messages of a single one"
+        hint = 'for one prompt give a list of one, such as ["Hello"] or [[{"role": "user", "content": "Hello"}]]'
+        raise InputError(f"prompts must be a list of prompts, not {what}", hint=hint)
     collected = [Prompt(replace_surrogates(item) if isinstance(item, str) else item) for item in prompts]
     collected += [] if file is None else read_prompts(file, key="--file")
     if not collected:

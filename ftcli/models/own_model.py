@@ -149,11 +149,20 @@ def load_model(task: Any, recipe: Recipe, facts: dict[str, Any], weights: Path |
 
     Returns:
         The model on the host, and the names of modules with new weights.
+
+    Raises:
+        InputError: The folder has no trained model.
     """
     from ftcli.models.precision import load_dtype
 
+    builds_itself, adds_adapter = getattr(task, "auto_class", "") is None, recipe.adapter.type != "none"
+    if weights is not None and not builds_itself and not adds_adapter and not (weights / "config.json").is_file():
+        raise InputError(
+            f"weights: {weights} has no config.json, so it is no folder of a trained model",
+            hint="name the folder `final` of a run without an adapter, or an export; for a checkpoint use `resume`",
+        )
     model, heads = task.load_model(facts, dtype=load_dtype(recipe), weights=weights)
-    if weights is not None and getattr(task, "auto_class", "") is None and recipe.adapter.type == "none":
+    if weights is not None and builds_itself and not adds_adapter:
         load_weights(exported_part(task, model), weights)
     return model, heads
 

@@ -100,7 +100,7 @@ class Task(Protocol):
 
     Example:
         # my_task.py
-        import torch
+        from torch.nn.functional import cross_entropy
         from ftcli.tasks import text_classification
         from ftcli.tasks.text_classification import Options as Options
 
@@ -108,8 +108,10 @@ class Task(Protocol):
         class Task(text_classification.Task):
             def loss(self, model, batch):
                 logits = model(**self.probe(batch)).logits.float()
-                loss = torch.nn.CrossEntropyLoss(reduction="none", label_smoothing=0.1)
-                return loss(logits, batch["targets"])
+                return cross_entropy(logits, batch["targets"], reduction="none", label_smoothing=0.1)
+
+            def eval_step(self, model, batch):  # its losses must be those of `loss`
+                return super().eval_step(model, batch) | {"loss": self.loss(model, batch)}
     """
 
     item: Literal["token", "sample"]  # unit of the loss contributions

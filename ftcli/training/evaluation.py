@@ -21,7 +21,7 @@ from ftcli.inference.answers import Answer, EncodedPrompt, build_answer, check_p
 from ftcli.inference.decode import PADDING_ROW, SamplingOptions, decode, end_tokens, forward_names, leaves_out_padding
 from ftcli.inference.prompts import recipe_prompts
 from ftcli.models.kernels.padding_masks import padding_of, use_padding
-from ftcli.runtime.errors import InputError
+from ftcli.runtime.errors import InputError, shortened
 from ftcli.runtime.log import log_line
 from ftcli.runtime.seeds import PADDING
 from ftcli.runtime.stop import Stopped
@@ -51,9 +51,9 @@ def evaluate(run: Run) -> dict[str, float]:
         The task's metrics, equal on every rank.
 
     Raises:
-        InputError: The recipe has no evaluation rows.
+        InputError: The recipe has no evaluation rows, or a metric of the task is not a number.
         Stopped: A command of ftcli got a signal during the evaluation. Raised on every rank, after the same batch.
-        RunError: The run was stopped by a step that is not finite.
+        RunError: The run was stopped by a step that is not finite, or a step was interrupted.
 
     Example:
         >>> run = ftcli.prepare("recipe.yaml", overrides=["data.eval_rows=100"])
@@ -62,6 +62,7 @@ def evaluate(run: Run) -> dict[str, float]:
     if run.eval_loader is None or run.rows.eval is None:
         raise InputError("the recipe has no evaluation rows", hint="set data.eval or data.eval_rows")
     stays = check_newest_step(run)
+    run.progress.check_complete()  # the weights may be those of the next step
     started = time.perf_counter()
     average_statistics(run.hardware.unwrap(run.model), run.recipe.model.batch_norm, run.hardware.ranks)
     run.model.eval()
@@ -85,7 +86,7 @@ def evaluate(run: Run) -> dict[str, float]:
     if len(rows["id"]) != len(run.rows.eval) or len(np.unique(rows["id"])) != len(rows["id"]):
         raise RuntimeError(f"evaluated {len(rows['id'])} rows of {len(run.rows.eval)}: a row is missing or double")
     labels = run.rows.labels.get("eval", [])
-    metrics = run.task.metrics(rows)
+    metrics = _as_floats(run.task.metrics(rows))
     if len(labels) > 1:
         kind, of_rows = type(run.task), {"loss": rows["loss"], "items": rows["items"]}
         if all(uses_variant(kind, "loss_of_rows", plain) for plain in ("eval_step", "metrics")):
@@ -96,6 +97,22 @@ def evaluate(run: Run) -> dict[str, float]:
     if run.record is not None and stays:
         run.record.evaluation(metrics, time.perf_counter() - started)
     return metrics
+
+
+def _as_floats(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a task as Python's floats, which JSON can hold: its code may return those of numpy."""
+    floats = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, str):
+                raise TypeError("a text")
+            floats[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"the task's `metrics` returned {shortened(repr(value))} for {name}, not a number",
+                hint="return floats; leave out what has no value",
+            ) from error
+    return floats
 
 
 def source_losses(rows: dict[str, np.ndarray], sources: np.ndarray, labels: list[str]) -> dict[str, float]:

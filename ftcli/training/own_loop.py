@@ -39,7 +39,7 @@ def prepare(
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     cpu: bool = False,
-    weights: Path | None = None,
+    weights: str | Path | None = None,
     dry_run: bool = False,
     resume: str | Path | None = None,
     resume_anyway: bool = False,
@@ -53,7 +53,8 @@ def prepare(
         overrides: Changes of the recipe such as "train.max_steps=10", applied in order.
         output: The run folder. None: nothing is written, and nothing can be saved.
         cpu: Train on the CPU, even on a machine with GPUs.
-        weights: A folder of trained weights (a run's `final/`) to start from instead of the recipe's model.
+        weights: A folder of trained weights (a run's `final/`) to start from instead of the recipe's model. With an
+            adapter it is the adapter's folder.
         dry_run: Prepare two steps and one evaluation batch.
         resume: A checkpoint to continue from, written on any hardware: its folder, that of a run with checkpoints, or
             "auto" for the newest one of `output`, if there is one.
@@ -99,7 +100,7 @@ def prepare(
             requested,
             output=output,
             cpu=cpu,
-            weights=weights,
+            weights=None if weights is None else Path(weights),
             dry_run=dry_run,
             resume=start,
             resume_anyway=resume_anyway,

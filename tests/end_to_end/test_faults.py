@@ -62,6 +62,10 @@ class Task(sft.Task):
         if kind := os.environ.get("EVALUATIONS_FAIL"):
             raise {"value": ValueError, "memory": torch.OutOfMemoryError}[kind]("this evaluation fails")
         return super().eval_step(model, {name: value for name, value in batch.items() if name != "poison"})
+
+    def metrics(self, rows):
+        mean = rows["loss"].astype("float32").mean()
+        return super().metrics(rows) | {"mean": None if os.environ.get("NO_METRIC") else mean}
 """
 Ftcli = Callable[..., tuple[int, str]]
 
@@ -149,6 +153,18 @@ def test_train_whose_evaluation_fails_saves_its_steps_first(train: Ftcli, tmp_pa
     assert code == 0, output
     assert RunFolder(tmp_path / "run").metrics()[-1] == RunFolder(tmp_path / "good").metrics()[-1]
     assert (tmp_path / "run" / "final").exists()
+
+
+def test_train_with_a_metric_of_numpy_records_a_float(train: Ftcli, tmp_path: Path) -> None:
+    code, output = train(tmp_path / "run")
+    assert code == 0, output
+    assert RunFolder(tmp_path / "run").metrics()[-1]["eval/mean"] > 0
+
+
+def test_train_with_a_metric_that_is_no_number_saves_its_steps_and_names_it(train: Ftcli, tmp_path: Path) -> None:
+    code, output = train(tmp_path / "run", "--set=checkpoint.every_steps=null", NO_METRIC="1")
+    assert code == 2 and "the task's `metrics` returned None for mean, not a number" in output, output
+    assert saved_steps(tmp_path / "run") == [8]
 
 
 def test_train_whose_evaluation_needs_too_much_memory_names_the_evaluation(train: Ftcli, tmp_path: Path) -> None:

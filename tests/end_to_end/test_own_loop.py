@@ -138,6 +138,35 @@ def test_steps_and_a_save_after_an_interrupted_step_raise_an_error_with_the_reas
             use()
 
 
+def test_evaluation_after_an_interrupted_step_is_refused_and_not_recorded(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
+    loop = ftcli.steps(run)
+    next(loop)
+
+    def interrupt() -> bool:  # the weights are those of step 2 by then
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.guard, "check_previous_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(loop)
+    with pytest.raises(RunError, match="step 2 was interrupted before it was complete"):
+        ftcli.evaluate(run)
+    assert [row for row in RunFolder(tmp_path / "run").metrics() if "eval/loss" in row] == []
+
+
+def test_weights_of_a_run_may_be_a_text_and_other_folders_are_refused(inputs: Path, tmp_path: Path) -> None:
+    trained = ftcli.train(recipe(inputs), cpu=True, output=tmp_path / "run")
+    expected = ftcli.evaluate(ftcli.prepare(recipe(inputs), cpu=True, weights=trained.final))
+    assert ftcli.evaluate(ftcli.prepare(recipe(inputs), cpu=True, weights=str(trained.final))) == expected
+    checkpoint = next((trained.path / "checkpoints").iterdir())
+    for folder in (trained.path, checkpoint, tmp_path / "nowhere"):
+        with pytest.raises(InputError, match=r"(?s)weights: .* has no config.json.*name the folder `final` of a run"):
+            ftcli.prepare(recipe(inputs), cpu=True, weights=folder)
+
+
 def test_save_and_evaluate_without_a_folder_or_rows_are_refused(inputs: Path, tmp_path: Path) -> None:
     what = recipe(inputs, data={"train": str(inputs / "chats.jsonl"), "max_length": 128})
     run = ftcli.prepare(what, cpu=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -50,6 +51,19 @@ def test_edited_task_file_is_used_in_the_same_process(
     run = ftcli.prepare(cell(inputs, "sft-tied").model_copy(update={"task": write(tmp_path, "gamma")}), cpu=True)
     assert type(run.task) is find_task(task).Task
     assert len(run.rows.train[0]["input_ids"]) < len(after)
+
+
+def test_edit_within_a_second_that_keeps_the_size_of_the_file_is_used(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setenv("FTCLI_CACHE", str(tmp_path / "cache"))
+    rows = []
+    for prompt in ("alpha", "gamma", "delta"):
+        task = write(tmp_path, prompt)
+        os.utime(task, (1e9, 1e9))
+        rows.append(first_row(inputs, task))
+    assert len({tuple(row) for row in rows}) == 3
 
 
 def test_edited_task_file_that_does_not_compile_is_an_error_once(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ftcli.config.recipe_training import Generate
 from ftcli.data.chat.prompt import decode_text, encode_prompt
 from ftcli.inference.answers import Answer, Prompt, check_prompt_lengths
-from ftcli.inference.generate import sampling_options
+from ftcli.inference.generate import generate, sampling_options
 from ftcli.inference.prompts import collect_prompts, read_prompts, recipe_prompts
 from ftcli.runtime.errors import InputError
 from ftcli.testing import tiny_tokenizer
@@ -123,3 +124,14 @@ def test_read_prompts_with_a_prompt_must_leave_room_for_its_answer() -> None:
 def test_numbers_out_of_range_are_refused(numbers: tuple[int, float, float]) -> None:
     with pytest.raises(InputError, match="out of range"):
         sampling_options(*numbers, seed=0)
+
+
+@pytest.mark.parametrize("prompts", ["Hello", [{"role": "user", "content": "Hello"}]])
+def test_single_prompt_in_place_of_a_list_is_refused(prompts: Any) -> None:
+    with pytest.raises(InputError, match="prompts must be a list of prompts"):
+        collect_prompts(prompts)
+
+
+def test_generate_with_a_batch_size_of_0_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="batch_size is 0"):
+        generate(tmp_path, ["Hello"], batch_size=0)

@@ -309,7 +309,7 @@ def _from_alpaca(row: Row) -> dict[str, Any]:
     history = row.get("history") or []
     if not history:
         return _prompt_and_completion(prompt, output, row)
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError("`history` must be a list of pairs [instruction, output]")
     pairs = [*history, [prompt, output]]
     turns = [{"role": r, "content": t} for pair in pairs for r, t in zip(("user", "assistant"), pair, strict=True)]

@@ -34,20 +34,26 @@ def absent_keys(features: Mapping[str, Any] | None) -> Callable[[Row], Row] | No
 
 
 def _calls_of(feature: Any) -> Any:
-    """Return the type of `tool_calls` in a column of messages; None for other columns and for calls without objects."""
-    message = getattr(feature, "feature", None)
+    """Return the type of `tool_calls` in a column of messages; None for other columns and for calls without objects.
+
+    Such a column has one message, a list of them, or a list of lists, such as ranked answers.
+    """
+    message = feature
+    while hasattr(message, "feature"):
+        message = message.feature
     if not isinstance(message, dict) or not SPEAKER & message.keys():
         return None
     calls = message.get("tool_calls")
     return calls if _has_objects(calls) else None
 
 
-def _in_messages(calls: Any, messages: list[Row] | None) -> Any:
-    """Return messages without null keys inside their tool calls, which have the type `calls`."""
-    return messages and [
-        message | {"tool_calls": _without(calls, message["tool_calls"])} if message.get("tool_calls") else message
-        for message in messages
-    ]
+def _in_messages(calls: Any, messages: Any) -> Any:
+    """Return messages, or one, without null keys inside their tool calls, which have the type `calls`."""
+    if isinstance(messages, list):
+        return [_in_messages(calls, message) for message in messages]
+    if not messages or not messages.get("tool_calls"):
+        return messages
+    return messages | {"tool_calls": _without(calls, messages["tool_calls"])}
 
 
 def _has_objects(feature: Any) -> bool:

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, BinaryIO, NamedTuple
 
+from ftcli.data.chat.json_values import HALF_PAIR, is_encodable, json_error
 from ftcli.runtime.errors import RowError
 
 Row = dict[str, Any]
@@ -168,26 +169,16 @@ def _parse_json(unit: tuple[int, bytes] | UnreadableRow) -> Row | RowError:
     except UnicodeDecodeError:
         return UnreadableRow("is not UTF-8 text", number)
     except (ValueError, RecursionError) as error:
-        return UnreadableRow(f"is not JSON: {_json_error(error)}", number)
+        return UnreadableRow(f"is not JSON: {json_error(error)}", number)
     return _json_row(row, number, has_surrogates=b"\\ud" in line or b"\\uD" in line)
-
-
-def _json_error(error: Exception) -> str:
-    """Return the reason of a JSON error in one line."""
-    if isinstance(error, json.JSONDecodeError):
-        return error.msg
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
 
 
 def _json_row(row: Any, number: int, *, has_surrogates: bool) -> Row | RowError:
     """Return a JSON value as a row, or the error if it is not one."""
     if not isinstance(row, dict):
         return UnreadableRow("is not a JSON object", number)
-    if has_surrogates:  # half of a surrogate pair is valid JSON, but tokenizers fail on it
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            return UnreadableRow("contains half of a surrogate pair, which is not valid text", number)
+    if has_surrogates and not is_encodable(row):
+        return UnreadableRow(HALF_PAIR, number)
     return row
 
 
@@ -218,7 +209,7 @@ def _split_json(file: BinaryIO, field: str | None = None) -> Iterator[Row | RowE
         for value in _json_values(text) if field is None else _json_values_of(text, field):
             yield _json_row(value, 0, has_surrogates=has_surrogates)
     except (ValueError, RecursionError) as error:
-        yield UnreadableRow(f"is not JSON: {_json_error(error)}", getattr(error, "lineno", 0))
+        yield UnreadableRow(f"is not JSON: {json_error(error)}", getattr(error, "lineno", 0))
 
 
 def _json_values(text: str) -> Iterator[Any]:

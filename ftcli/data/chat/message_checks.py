@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftcli.data.chat.rendering import Messages
+from ftcli.data.chat.turn_spans import REASONING
 from ftcli.data.chat.weights import weight_of
 from ftcli.runtime.errors import RowError
 
@@ -47,6 +48,8 @@ def checked_messages(messages: Any) -> tuple[Messages, list[bool | None]]:
             raise RowError(f"message {number} has no text `content`")
         if turn.get("role") not in ROLES:
             raise RowError(f"message {number} has role {turn.get('role')!r}; known: {', '.join(ROLES)}")
+        if unreadable := [key for key in REASONING if key in turn and not isinstance(turn[key], str)]:
+            raise RowError(f"message {number} has `{unreadable[0]}` that is not text")
         if "tool_calls" in turn:
             _check_calls(turn["tool_calls"], number)
         turns.append(turn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ftcli.data.chat.json_values import HALF_PAIR, has_half_pair, json_error
 from ftcli.data.chat.weights import weight_of
 from ftcli.runtime.errors import RowError
 
@@ -20,6 +21,7 @@ SPEAKERS = {  # ShareGPT's name of a role -> OpenAI's
     "observation": "tool",
 }
 PLAIN = {"role", "content"}
+CALL_KEYS = {"name", "id", "type", "index"}  # of a call beside its arguments
 ROLES = ("user", "assistant", "system")  # roles of messages that need no conversion if they have no other key
 
 
@@ -51,8 +53,9 @@ def _message(number: int, turn: Any) -> Any:
         speaker = turn.pop("from")
         role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
         turn = {"role": role, "content": turn.pop("value", None), **turn}
-        if speaker == "function_call":  # its value is the call, or a list of calls, as JSON
-            called = parse_json(turn["content"] or "", f"message {number}")
+        if speaker == "function_call":  # its value is the call, or a list of calls, often as JSON text
+            called = turn["content"] or ""
+            called = parse_json(called, f"message {number}") if isinstance(called, str) else called
             turn |= {"content": "", "tool_calls": called if isinstance(called, list) else [called]}
     if turn.get("role") == "function":  # OpenAI's older name of the role
         turn["role"] = "tool"
@@ -78,6 +81,8 @@ def _tool_call(number: int, call: Any) -> Any:
         function = parse_json(function, f"message {number}")
     if not isinstance(function, dict) or "name" not in function:
         return call
+    if "arguments" not in function and (unread := sorted(function.keys() - CALL_KEYS)):
+        raise RowError(f"a tool call of message {number} has no `arguments`, but {', '.join(unread)}: rename the key")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_json(arguments or "{}", f"the arguments of message {number}")
@@ -107,9 +112,12 @@ def parse_json(text: str, what: str) -> Any:
         what: Name of the text in messages.
 
     Raises:
-        RowError: The text is not JSON.
+        RowError: The text is not JSON, or has half of a surrogate pair.
     """
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RowError(f"{what}: not JSON ({error.msg})") from None
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{what}: not JSON ({json_error(error)})") from None
+    if has_half_pair(text, value):
+        raise RowError(f"{what}: {HALF_PAIR}")
+    return value

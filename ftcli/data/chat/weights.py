@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from ftcli.runtime.errors import RowError, shortened
@@ -55,7 +56,7 @@ def number_of(value: Any, name: str) -> float:
     Raises:
         RowError: It is no number, or not a finite float32.
     """
-    number = value
+    number = float(value) if isinstance(value, Decimal) else value  # typed tables have decimals
     if isinstance(value, str):
         try:
             number = float(value)

@@ -306,7 +306,8 @@ def _pair_row(
         if isinstance(side, RowError):
             raise RowError(f"`{name}`: {side}")
     assert isinstance(chosen, tuple) and isinstance(rejected, tuple)
-    if needs_prompt and isinstance(pair["prompt"], str) and not pair["prompt"].strip():
+    prompt = pair["prompt"][-1]["content"] if pair.get(WAS_TEXT) else pair["prompt"]
+    if needs_prompt and isinstance(prompt, str) and not prompt.strip():
         raise RowError("has no prompt: `prompt` is missing or empty, and the answers have no beginning in common")
     if chosen[0] == rejected[0]:
         raise RowError("`chosen` and `rejected` have the same tokens")

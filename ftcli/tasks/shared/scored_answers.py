@@ -98,7 +98,7 @@ def encode_scored(
     encoded = encode_answers(tokenizer, examples, as_chat=as_chat, variables=variables)
     results: list[list[Row] | RowError] = []
     for row, answer in zip(rows, encoded, strict=True):
-        others = sorted(set(row["scores"]) - set(names))
+        others = sorted(name for name, value in row["scores"].items() if value is not None and name not in names)
         known = [row["scores"].get(name) for name in names]
         if others:
             results.append(RowError(f"has scores for {', '.join(others)}; the attributes are {', '.join(names)}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -122,6 +123,14 @@ SEEN = {"role": "tool", "content": "rain"}
                 {"from": "gpt", "value": "hello"},
             ]
         },
+        {
+            "conversations": [
+                {"from": "human", "value": "hi"},
+                {"from": "function_call", "value": {"name": "weather", "arguments": {"city": "Oslo"}}},
+                {"from": "observation", "value": "rain"},
+                {"from": "gpt", "value": "hello"},
+            ]
+        },
     ],
 )
 def test_tool_calls_of_every_spelling_become_the_same_messages(row: dict[str, Any]) -> None:
@@ -148,6 +157,7 @@ def test_convert_retains_nulls_in_arguments_and_schemas() -> None:
 def test_convert_keeps_weights_of_rows_and_turns() -> None:
     assert convert({"prompt": "a", "completion": "b", "weight": "0.5"}, CHAT)["weight"] == 0.5
     assert convert({"text": "a", "weight": 2}, ("text",)) == {"text": "a", "weight": 2.0}
+    assert convert({"text": "a", "weight": Decimal("0.5")}, ("text",))["weight"] == 0.5
     for absent in (None, ""):
         assert "weight" not in convert({"prompt": "a", "completion": "b", "weight": absent}, CHAT)
     (_, answer) = convert({"messages": [USER, ANSWER | {"weight": 0.5}]}, CHAT)["messages"]
@@ -183,6 +193,18 @@ def test_prompts_stay_text() -> None:
             {"messages": [USER, ANSWER | {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
             "the arguments of message 2 are not a mapping",
         ),
+        *(
+            (
+                {"messages": [USER, ANSWER | {"tool_calls": [call]}]},
+                f"a tool call of message 2 has no `arguments`, but {key}",
+            )
+            for key in ("parameters", "input")
+            for call in ({"name": "f", key: {"city": "Oslo"}}, {"function": {"name": "f", key: {"city": "Oslo"}}})
+        ),
+        ({"conversations": [{"from": "function_call", "value": 5}]}, "message 1 has tool_calls that are not a list"),
+        ({"messages": [USER, ANSWER], "tools": '["a\\ud83d"]'}, "`tools`: contains half of a surrogate pair"),
+        ({"messages": '[{"role": "user", "content": "a\\ud83d"}]'}, "messages: contains half of a surrogate pair"),
+        ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, "`tools`: not JSON (nested too deeply)"),
         ({"messages": [USER, ANSWER | {"weight": -1}]}, "message 2 has weight -1; it must be a number, 0 or above"),
         ({"messages": [USER, ANSWER | {"weight": "much"}]}, "message 2 has weight 'much'; it must be a number"),
         ({"messages": [USER, ANSWER], "weight": float("nan")}, "`weight` is nan; it must be a number, 0 or above"),
@@ -190,6 +212,11 @@ def test_prompts_stay_text() -> None:
         ({"prompt": "a", "completion": "b", "weight": -0.5}, "`weight` is -0.5; it must be a number, 0 or above"),
         ({"prompt": "a", "completion": "b", "weight": True}, "`weight` is True; it must be a number, 0 or above"),
         ({"prompt": "a", "completion": "b", "weight": [1]}, "`weight` is [1]; it must be a number, 0 or above"),
+        ({"messages": [USER, ANSWER | {"thinking": ["hm"]}]}, "message 2 has `thinking` that is not text"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": {"a": 1}}]},
+            "message 2 has `reasoning_content` that is not text",
+        ),
         ({"messages": [USER | {"content": []}, ANSWER]}, "message 1 has no text `content`"),
         ({"messages": ["hi"], "system": "be kind"}, "message 2 has no text `content`"),
         (
@@ -202,6 +229,7 @@ def test_prompts_stay_text() -> None:
         ({"prompt": None, "completion": "b"}, "it has completion"),
         ({"instruction": "a", "output": ""}, "empty output"),
         ({"instruction": "a", "output": "b", "history": ["x"]}, "`history` must be"),
+        ({"instruction": "a", "output": "b", "history": 5}, "`history` must be"),
         ({"messages": [USER, ANSWER], "tools": {}, "system": 5}, "`system` must be text"),
         ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "`tools` must be a list"),
         (

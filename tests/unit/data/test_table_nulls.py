@@ -13,6 +13,7 @@ from ftcli import testing
 from ftcli.config.recipe import Recipe
 from ftcli.config.recipe_data import Source
 from ftcli.data.cache import prepare_rows
+from ftcli.data.sources import read_rows
 from ftcli.data.streaming.corpus import open_source
 from ftcli.data.table_nulls import absent_keys
 from ftcli.tasks.build import build_task
@@ -83,6 +84,18 @@ def test_read_rows_of_a_table_drops_null_keys(model: Path, tmp_path: Path) -> No
     (first, _) = open_source(Source(path=str(path)), {}).read(0, 0)
     assert first["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
     assert first["tools"] == [schema(city={"type": "string"})]
+
+
+def test_read_rows_of_a_table_drops_null_keys_of_single_messages_and_of_lists_of_answers(tmp_path: Path) -> None:
+    answers, path = [calls(city="Rome"), calls(days=2)], tmp_path / "rows.parquet"
+    Dataset.from_list([{"chosen": one, "responses": [[other] for other in answers]} for one in answers]).to_parquet(
+        path
+    )
+    rows = read_rows(Source(path=str(path)), {})
+    clean = absent_keys(rows.features)
+    assert clean is not None
+    for row, one in zip(map(clean, rows), answers, strict=True):
+        assert row == {"chosen": one, "responses": [[other] for other in answers]}
 
 
 def test_read_rows_of_json_text_in_a_table_retains_nulls() -> None:

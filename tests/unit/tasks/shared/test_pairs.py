@@ -103,6 +103,7 @@ def test_encode_pairs_equals_encoding_one_by_one(tokenizer: Any) -> None:
     ("row", "words"),
     [
         ({"chosen": "yes", "rejected": "no"}, "has no prompt"),
+        ({"chosen": "yes", "rejected": "no", "system": "be kind"}, "has no prompt"),
         ({"prompt": [USER, GOOD | {"train": True}, AGAIN], "chosen": [GOOD], "rejected": [BAD]}, "message 2 has train"),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [GOOD | {"train": False}]}, "same tokens"),
     ],

@@ -118,6 +118,8 @@ def test_scored_answers_have_a_number_for_each_attribute(tokenizer: Any) -> None
     ((prepared,),) = scored(tokenizer, row)
     assert texts(tokenizer, prepared) == ["<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"]
     assert math.isnan(prepared["scores"][0]) and prepared["scores"][1] == 1.0
+    ((without,),) = scored(tokenizer, row | {"attributes": {"verbose": 1, "witty": None}})
+    assert repr(without) == repr(prepared)
     refused = scored(tokenizer, row | {"attributes": {"witty": 1}}, row | {"attributes": {"verbose": None, "x": 1}})
     assert "has scores for witty; the attributes are helpful, verbose" in str(refused[0])
     assert isinstance(refused[1], RowError)

@@ -6,8 +6,9 @@ The module imports transformers inside functions only.
 from __future__ import annotations
 
 import importlib
+import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,8 @@ NEW_HEADS = declare(
     ),
     required=True,
 )
+# EfficientNet has drop_connect_rate, CvT and MGP-STR drop_rate and attention_drop_rate, SwiftFormer drop_mlp_rate.
+_DROPOUT_KEY = re.compile(r"dropout|_pdrop|drop_?path|drop_connect|(^|_)drop(_\w+)?_rate$")
 MAX_NEW_FRACTION = 0.2  # of the parameters; with more new ones the weights belong to another architecture
 
 
@@ -239,10 +242,12 @@ def _without_dropout(section: Model, kwargs: dict[str, Any]) -> Any:
     config = _load_config(section, kwargs)
     assert section.dropout is not None
     for owner, key in _dropout_keys(config):
+        before = getattr(owner, key)
         # transformers declares some probabilities as whole numbers (MPT, LeViT), and refuses 0.0 there.
-        is_whole = section.dropout == 0 and isinstance(getattr(owner, key), int)
+        is_whole = section.dropout == 0 and isinstance(before, int)
+        value = 0 if is_whole else section.dropout
         try:
-            setattr(owner, key, 0 if is_whole else section.dropout)
+            setattr(owner, key, type(before)([value] * len(before)) if isinstance(before, list | tuple) else value)
         except StrictDataclassError as error:
             raise InputError(
                 f"model.dropout: {key} of the model's configuration cannot be {section.dropout:g}, because "
@@ -257,20 +262,23 @@ def largest_dropout(model: Any) -> float:
     config = getattr(model, "config", None)
     if config is None:
         return 0.0
-    return max((float(getattr(owner, key)) for owner, key in _dropout_keys(config)), default=0.0)
+    found = [getattr(owner, key) for owner, key in _dropout_keys(config)]
+    return max((float(p) for one in found for p in (one if isinstance(one, list | tuple) else [one])), default=0.0)
 
 
 def _dropout_keys(config: Any) -> list[tuple[Any, str]]:
-    """Return (configuration or nested configuration, key) of every dropout probability."""
+    """Return (configuration or nested configuration, key) of every dropout probability, or list of them (CvT)."""
     owners = (config, *(value for value in vars(config).values() if hasattr(value, "to_dict")))
     return [
         (owner, key)
         for owner in owners
         for key, value in vars(owner).items()
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and ("dropout" in key or "_pdrop" in key or "drop_path" in key)
+        if _DROPOUT_KEY.search(key) and _are_probabilities(value if isinstance(value, list | tuple) else [value])
     ]
+
+
+def _are_probabilities(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _check_architecture(

@@ -244,6 +244,9 @@ class Task:
         if training and self.augmentation.random_erasing:
             boxes = [self.augmentation.erased_box((height, width), row["epoch"], row["id"]) for row in rows]
             batch["erased"] = torch.tensor(boxes)
+            if not getattr(self.processor, "do_normalize", False):  # normalised pixels of the mean colour are 0
+                scale = self.processor.rescale_factor if getattr(self.processor, "do_rescale", False) else 1.0
+                batch["mean_colour"] = torch.tensor([value * scale for value in self.augmentation.fill]).float()
         return batch, (height, width)
 
     def _processed(self, images: list[Image], *, has_size: bool) -> Tensor:

@@ -42,7 +42,7 @@ def weight_of(value: Any, what: str) -> float:
     except RowError:
         weight = -1.0
     if weight < 0:
-        raise RowError(f"{what} {shortened(repr(value), 40)}; it must be a number, 0 or above")
+        raise RowError(f"{what} {shortened(repr(value), 40)}; it must be a number, 0 or above, and below {LARGEST:g}")
     return weight
 
 

@@ -13,7 +13,8 @@ that are no row of the batch.
 | `colour_factors` | `[N, changes]` float32 | their factors |
 | `normalisation` | `[2, 3]` float32 | factor and summand of each channel |
 | `pixel_values` | `[N, channels, height, width]` | instead of both: the pixels of a processor that does more |
-| `erased` | `[N, 4]` int64 | rectangles (top, bottom, left, right) that become 0; absent without random erasing |
+| `erased` | `[N, 4]` int64 | rectangles (top, bottom, left, right) of the mean colour; absent without random erasing |
+| `mean_colour` | `[3]` float32 | their pixels; absent where they are 0, because the pixels are normalised |
 | `partners` | `[B]` int64 | number of the image that a row is mixed with; absent without mixing, as the next two |
 | `pixel_shares` | `[B, 2]` float32 | factors of the own and of the partner's pixels |
 | `pasted` | `[B, 4]` int64 | rectangles that have the partner's pixels alone |
@@ -128,7 +129,11 @@ def model_pixels(batch: Batch) -> Tensor:
     else:
         pixels = batch["pixel_values"]
     if "erased" in batch:
-        pixels = pixels.masked_fill(_inside(batch["erased"], pixels), 0)
+        inside = _inside(batch["erased"], pixels)
+        if "mean_colour" in batch:
+            pixels = batch["mean_colour"].view(-1, 1, 1).where(inside, pixels)
+        else:
+            pixels = pixels.masked_fill(inside, 0)
     if "partners" not in batch:
         return pixels
     own, other = batch["pixel_shares"].view(-1, 2, 1, 1, 1).unbind(1)

@@ -17,8 +17,8 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimiz
 
     The class depends on the recipe: `AdamWBf16` for precision bf16_pure, `AdamW8bit` for optimizer adamw_8bit,
     `CountingSGD` for sgd, else torch's AdamW. Weight decay applies to matrices and kernels of convolutions only
-    (AdamW: decoupled, Loshchilov & Hutter 2019; SGD: a part of the gradient). Biases and norms, which have fewer than
-    two dimensions, are not decayed. Each group has `lr_factor`, by which the schedule's learning rate is multiplied.
+    (AdamW: decoupled, Loshchilov & Hutter 2019; SGD: a part of the gradient). Biases and norms are not decayed
+    (`is_decayed`). Each group has `lr_factor`, by which the schedule's learning rate is multiplied.
     It is 1, or adapter.loraplus_lr_ratio for LoRA's B matrices (LoRA+: Hayou et al. 2024).
 
     Args:
@@ -39,7 +39,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimiz
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decay, factor = _settings(name, parameter, recipe)
+            decay, factor = _settings(model, name, parameter, recipe)
             is_packed = section.name == "adamw_8bit" and full_shape(parameter).numel() >= LEAST
             group = {"params": [], "weight_decay": decay, "lr": section.learning_rate * factor, "lr_factor": factor}
             group |= {"kinds": KINDS} if is_packed else {}
@@ -64,16 +64,26 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimiz
     return torch.optim.AdamW(list(groups.values()), fused=fused, **options)
 
 
-def is_decayed(shape: Sequence[int]) -> bool:
-    """Return whether weight decay applies to a parameter with this whole shape: not to biases and norms."""
-    return len(shape) >= 2
+def is_decayed(name: str, module: nn.Module, shape: Sequence[int]) -> bool:
+    """Return whether weight decay applies to a parameter: not to biases and norms.
+
+    Most of them have fewer than two dimensions. Some have more: biases of experts (GPT-OSS), biases by attention head
+    (XLNet), and norms by attention head (Cohere).
+
+    Args:
+        name: Name of the parameter.
+        module: The module that has the parameter.
+        shape: Its whole shape.
+    """
+    return len(shape) >= 2 and not name.endswith("bias") and "norm" not in type(module).__name__.lower()
 
 
-def _settings(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:
+def _settings(model: nn.Module, name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:
     """Return (weight decay, factor of the learning rate) of one parameter."""
     from ftcli.models.structure import full_shape
 
     ratio = recipe.adapter.loraplus_lr_ratio
-    decay = recipe.optimizer.weight_decay if is_decayed(full_shape(parameter)) else 0.0
+    module = model.get_submodule(name.rpartition(".")[0])
+    decay = recipe.optimizer.weight_decay if is_decayed(name, module, full_shape(parameter)) else 0.0
     is_b = ".lora_B." in name or ".lora_embedding_B." in name
     return decay, ratio if ratio is not None and is_b else 1.0

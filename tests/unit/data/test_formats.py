@@ -210,6 +210,7 @@ def test_prompts_stay_text() -> None:
         ({"messages": [USER, ANSWER], "weight": float("nan")}, "`weight` is nan; it must be a number, 0 or above"),
         ({"messages": [USER, ANSWER], "weight": "x"}, "`weight` is 'x'; it must be a number, 0 or above"),
         ({"prompt": "a", "completion": "b", "weight": -0.5}, "`weight` is -0.5; it must be a number, 0 or above"),
+        ({"prompt": "a", "completion": "b", "weight": 2e38}, "0 or above, and below 1e+38"),
         ({"prompt": "a", "completion": "b", "weight": True}, "`weight` is True; it must be a number, 0 or above"),
         ({"prompt": "a", "completion": "b", "weight": [1]}, "`weight` is [1]; it must be a number, 0 or above"),
         ({"messages": [USER, ANSWER | {"thinking": ["hm"]}]}, "message 2 has `thinking` that is not text"),

@@ -240,6 +240,17 @@ def test_training_pixels_are_those_of_the_processor_erased_and_mixed(
     assert kinds == {True, False}  # both ways of mixing
 
 
+@pytest.mark.parametrize("do_pad", [True, False])
+def test_erased_pixels_are_the_mean_colour_without_normalisation(folder: Path, do_pad: bool) -> None:
+    task: Any = build_task(recipe(folder, random_erasing=1.0))
+    task.processor.do_normalize, task.processor.do_pad = False, do_pad
+    rows = Rows(prepare_rows(task.recipe, task).train, task, training=True)
+    batch = task.collate([rows[0, number][0] for number in range(3)])
+    for pixels, (top, bottom, left, right) in zip(task.probe(batch)["pixel_values"], batch["erased"], strict=True):
+        colour = torch.tensor(task.processor.image_mean).view(3, 1, 1).expand(3, int(bottom - top), int(right - left))
+        assert torch.allclose(pixels[:, top:bottom, left:right], colour, rtol=0, atol=0.51 / 255)
+
+
 def test_loss_of_mixed_rows_is_the_share_of_both_losses(folder: Path) -> None:
     task: Any = build_task(recipe(folder, mixup=1.0, label_smoothing=0.1, class_weights={"once": 3.0}))
     prepared = prepare_rows(task.recipe, task)

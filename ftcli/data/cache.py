@@ -256,6 +256,11 @@ def _build_in(folder: Path, recipe: Recipe, task: Task) -> tuple[dict[str, Any],
         if sources:
             meta["labels"][split] = [part.label for part in sources.values()]
             meta["rows"][split] = merge_sources(sources, folder / f"{split}.arrow")
+    if hasattr(task, "facts_of_rows") and not recipe.data.streaming:
+        from datasets import Dataset
+
+        with recording_task(recipe.task):
+            meta["facts"] = task.facts_of_rows(Dataset.from_file(str(folder / "train.arrow")), facts)
     for number in range(len(parts)):
         shutil.rmtree(folder / f"part-{number}")
     return meta, unusable

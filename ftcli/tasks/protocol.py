@@ -131,6 +131,8 @@ class Task(Protocol):
     # Optional: answer_ends() -> list[int], tokens that end a trained answer, for generation_config.json and the card.
     # Optional: loss_of_rows(rows) -> np.ndarray, the loss of each evaluation row `[N]` if it depends on all rows, which
     # are those of `metrics`. Losses of sources are computed from it; without it, from those of `eval_step`.
+    # Optional: facts_of_rows(rows, facts) -> facts, called with the prepared training rows (not of a stream), for facts
+    # that depend on which rows are left out.
     # Optional: survey_parts(parts) -> (parts, facts), called instead of `survey` with the rows of all sources and
     # splits. It is not used for a derived class that overrides only `survey`.
     # Optional, for models that are not part of transformers (own_model.py):

@@ -133,6 +133,10 @@ class Task:
         """Return the number of prepared rows of each label."""
         return self.problem.count_answers(rows, facts)
 
+    def facts_of_rows(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the facts with what depends on the prepared training rows: balanced class weights."""
+        return self.problem.facts_of_rows(rows, facts) if hasattr(self.problem, "facts_of_rows") else facts
+
     def use_facts(self, facts: dict[str, Any]) -> None:
         """Use the class weights of the rows that a finished run was trained on."""
         self.problem.take_facts(facts)

@@ -59,13 +59,19 @@ class SingleLabel:
         aligned, labels = align_labels(parts, self.labels)
         if self.given is None:
             return aligned, {"labels": labels}
-        if self.given == BALANCED:
-            return aligned, {"labels": labels, "class_weights": _balanced(aligned, labels)}
+        if self.given == BALANCED:  # `facts_of_rows` replaces the weights; some of these rows may be left out
+            return aligned, {"labels": labels, "class_weights": [1.0] * len(labels)}
         try:
             check_weighted_labels(self.given, labels)
         except ValueError as error:
             raise InputError(f"task_options.{error}") from None
         return aligned, {"labels": labels, "class_weights": [self.given.get(label, 1.0) for label in labels]}
+
+    def facts_of_rows(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the facts with balanced class weights of the prepared training rows."""
+        if self.given != BALANCED:
+            return facts
+        return facts | {"class_weights": _balanced(count_labels(rows, facts["labels"]))}
 
     def take_facts(self, facts: dict[str, Any]) -> None:
         """Set the class weights of the training rows."""
@@ -299,24 +305,18 @@ def is_real(targets: Tensor) -> Tensor:
     return ~(missing if missing.ndim == 1 else missing.all(-1))
 
 
-def _balanced(parts: Parts, labels: list[str]) -> list[float]:
-    """Return rows / (labels x rows of the label) for each label, over all training rows of an epoch.
+def _balanced(counts: dict[str, int]) -> list[float]:
+    """Return rows / (labels x rows of the label) for each label, of the training rows of an epoch by label.
 
     scikit-learn's `compute_class_weight("balanced")`, after King and Zeng 2001. Rows that are repeated count each time.
 
     Raises:
         InputError: A label has no training row.
     """
-    counts = dict.fromkeys(labels, 0)
-    for part in (part for part in parts if part.split == "train"):
-        names = part.rows.select_columns([COLUMN])[:][COLUMN]
-        for name, times in zip(names, part.times_of_rows().tolist(), strict=True):
-            if name in counts:
-                counts[name] += times
     if missing := [label for label, count in counts.items() if not count]:
         raise InputError(
             f"task_options.class_weights: balanced: no training row has the label {missing[0]!r}",
             hint="give weights by label, or remove the label from task_options.labels",
         )
     total = sum(counts.values())
-    return [total / (len(labels) * count) for count in counts.values()]
+    return [total / (len(counts) * count) for count in counts.values()]

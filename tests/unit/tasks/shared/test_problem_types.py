@@ -155,6 +155,18 @@ def test_balanced_weights_are_those_of_scikit_learn(prepared: Any) -> None:
     assert "class_weights" not in prepared(labels, {}).facts
 
 
+@pytest.mark.parametrize("data", [{"truncation": "drop"}, {"max_bad_rows": 8}])
+def test_balanced_weights_count_no_rows_that_are_left_out(model: Path, tmp_path: Path, data: dict[str, Any]) -> None:
+    left_out = "text " * 40 if "truncation" in data else ""
+    texts = [("text", "x")] * 6 + [("text", "y")] * 3 + [("text", "z")] + [(left_out, "z")] * 8
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in texts))
+    recipe = recipe_of(model, {"class_weights": "balanced"}, {"train": str(path)} | data)
+    rows = prepare_rows(recipe, build_task(recipe))
+    assert len(rows.train) == 10
+    assert rows.facts["class_weights"] == pytest.approx([10 / 18, 10 / 9, 10 / 3])
+
+
 def test_lists_of_labels_become_truth_values_of_sorted_names(prepared: Any) -> None:
     rows = prepared([["b", "a"], [], ["c"], [1], ["a", "a"]], MULTI)
     assert rows.facts == {"labels": ["1", "a", "b", "c"]}

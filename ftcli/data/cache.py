@@ -230,15 +230,8 @@ def _build_in(folder: Path, recipe: Recipe, task: Task) -> tuple[dict[str, Any],
     parts = read_sources(recipe, task)
     with recording_task(recipe.task):
         parts, facts = survey_sources(task, parts)
-    meta: dict[str, Any] = {
-        "rows": {},
-        "facts": facts,
-        "labels": {},
-        "log_lines": [],
-        "counts": [],
-        "tokens": 0,
-        "notes": [],
-    }
+    meta: dict[str, Any] = {"rows": {}, "facts": facts, "labels": {}, "tokens": 0}
+    meta |= {"log_lines": [], "counts": [], "notes": []}
     unusable: list[str] = []
     bad = 0
     for number, part in enumerate(parts):

@@ -22,13 +22,7 @@ from ftcli.tasks.protocol import Batch, Row
 from ftcli.tasks.shared.augmentation import NOT_MIXED, Augmentation, AugmentationOptions
 from ftcli.tasks.shared.classification import CLASSIFICATION_METRICS, survey_labels
 from ftcli.tasks.shared.image_pixels import check_sizes, image_size, model_pixels, normalisation_of, stack_images
-from ftcli.tasks.shared.images import (
-    check_image,
-    disable_decoding,
-    find_image,
-    load_image,
-    read_size,
-)
+from ftcli.tasks.shared.images import check_image, disable_decoding, find_image, load_image, read_size
 from ftcli.tasks.shared.label_options import REGRESSION, LabelOptions, option
 from ftcli.tasks.shared.problem_types import (
     UNCOMPARED_METRICS,
@@ -162,8 +156,8 @@ class Task:
         return [row["next"]] if self.mixes and row["next"] is not None else []
 
     def facts_of_rows(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts with what depends on the prepared training rows: balanced class weights."""
-        return self.problem.facts_of_rows(rows, facts) if hasattr(self.problem, "facts_of_rows") else facts
+        """Return the facts with balanced class weights."""
+        return self.problem.facts_of_rows(rows, facts)
 
     def use_facts(self, facts: dict[str, Any]) -> None:
         """Use the class weights of the rows that a finished run was trained on."""
@@ -246,11 +240,10 @@ class Task:
                 batch |= {"colour_changes": torch.tensor(kinds), "colour_factors": torch.tensor(factors)}
         height, width = size
         if training and self.augmentation.random_erasing:
+            from ftcli.tasks.shared.image_pixels import mean_colour
+
             boxes = [self.augmentation.erased_box((height, width), row["epoch"], row["id"]) for row in rows]
-            batch["erased"] = torch.tensor(boxes)
-            if not getattr(self.processor, "do_normalize", False):  # normalised pixels of the mean colour are 0
-                scale = self.processor.rescale_factor if getattr(self.processor, "do_rescale", False) else 1.0
-                batch["mean_colour"] = torch.tensor([value * scale for value in self.augmentation.fill]).float()
+            batch |= {"erased": torch.tensor(boxes), **mean_colour(self.processor, self.augmentation.fill)}
         return batch, (height, width)
 
     def _processed(self, images: list[Image], *, has_size: bool) -> Tensor:

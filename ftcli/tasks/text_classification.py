@@ -134,8 +134,8 @@ class Task:
         return self.problem.count_answers(rows, facts)
 
     def facts_of_rows(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts with what depends on the prepared training rows: balanced class weights."""
-        return self.problem.facts_of_rows(rows, facts) if hasattr(self.problem, "facts_of_rows") else facts
+        """Return the facts with balanced class weights of the prepared training rows."""
+        return self.problem.facts_of_rows(rows, facts)
 
     def use_facts(self, facts: dict[str, Any]) -> None:
         """Use the class weights of the rows that a finished run was trained on."""

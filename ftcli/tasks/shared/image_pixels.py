@@ -110,6 +110,15 @@ def normalisation_of(processor: Any) -> Tensor:
     return torch.stack([scale, shift])
 
 
+def mean_colour(processor: Any, colour: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return {"mean_colour": pixels of a colour `[3]`} if a processor does not normalise; its mean is 0 otherwise."""
+    import torch
+
+    if getattr(processor, "do_normalize", False):
+        return {}
+    return {"mean_colour": normalisation_of(processor)[0] * torch.tensor(colour)}
+
+
 def model_pixels(batch: Batch) -> Tensor:
     """Return the pixels of each row, `[B, channels, height, width]` float32. The device is not waited for.
 

@@ -139,6 +139,10 @@ class MultiLabel:
         aligned, labels = align_label_lists(parts, self.labels)
         return aligned, {"labels": labels}
 
+    def facts_of_rows(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the facts unchanged."""
+        return facts
+
     def take_facts(self, facts: dict[str, Any]) -> None:
         """Set the names of metrics by label."""
         self._name(facts["labels"])
@@ -223,6 +227,10 @@ class Regression:
                     hint="remove task_options.problem_type, or name a column of numbers in data.columns",
                 )
         return parts, {"labels": [SCORE]}
+
+    def facts_of_rows(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the facts unchanged."""
+        return facts
 
     def take_facts(self, facts: dict[str, Any]) -> None:
         """Do nothing: no fact changes the loss."""

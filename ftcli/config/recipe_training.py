@@ -82,7 +82,11 @@ class Optimizer(Section):
     )
     nesterov: bool = Field(False, description="sgd only: Nesterov's momentum.")
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=[0.9, 0.999], min_length=2, max_length=2, description="AdamW only: decay rates of the two moments."
+        default=[0.9, 0.999],
+        min_length=2,
+        max_length=2,
+        description="AdamW only: decay rates of the two moments. Keep the first at 0.99 or below with precision "
+        "bf16_pure: its moment is bfloat16 there, which rounds a slower decay away.",
     )
     eps: float = Field(1e-8, gt=0, description="AdamW only: added to the denominator.")
     max_grad_norm: float | None = Field(

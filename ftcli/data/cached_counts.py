@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 READER = 1  # increased when the same file is read as different rows
-FORMAT = 6  # increased when the layout or the content of prepared rows changes
+FORMAT = 5  # increased when the layout or the content of prepared rows changes
 STREAM = ("streaming", "shuffle_buffer")  # keys of data that are not in the cache key: streams have another digest
 ARRANGEMENT = ("packing", "padding_free", "group_by_length")  # keys of data that change no prepared row
 TOKENIZER_FILES = (".json", ".jinja", ".txt", ".model", ".py")  # endings of files of tokenizers and chat templates

@@ -131,8 +131,7 @@ class Task(Protocol):
     # Optional: answer_ends() -> list[int], tokens that end a trained answer, for generation_config.json and the card.
     # Optional: loss_of_rows(rows) -> np.ndarray, the loss of each evaluation row `[N]` if it depends on all rows, which
     # are those of `metrics`. Losses of sources are computed from it; without it, from those of `eval_step`.
-    # Optional: facts_of_rows(rows, facts) -> facts, called with the prepared training rows (not of a stream), for facts
-    # that depend on which rows are left out.
+    # Optional: facts_of_rows(rows, facts) -> facts, for those that depend on the prepared training rows. No streams.
     # Optional: survey_parts(parts) -> (parts, facts), called instead of `survey` with the rows of all sources and
     # splits. It is not used for a derived class that overrides only `survey`.
     # Optional, for models that are not part of transformers (own_model.py):
@@ -344,9 +343,7 @@ def properties_of(task: object) -> TaskProperties:
         task: A task, or its class; None for a task that may not be imported, whose properties are the defaults.
     """
     auto_class = getattr(task, "auto_class", None) or ""
-    values: dict[str, Any] = {
-        "pipeline_tag": PIPELINE_TAGS.get(auto_class),
-        "adapter_task_type": ADAPTER_TASK_TYPES.get(auto_class),
-    }
+    values: dict[str, Any] = {"pipeline_tag": PIPELINE_TAGS.get(auto_class)}
+    values["adapter_task_type"] = ADAPTER_TASK_TYPES.get(auto_class)
     values |= {one.name: getattr(task, one.name) for one in fields(TaskProperties) if hasattr(task, one.name)}
     return TaskProperties(**values)

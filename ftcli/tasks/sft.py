@@ -67,7 +67,7 @@ class Options(BaseModel):
     train_on: TrainOn = Field(
         "assistant",
         description="assistant: every turn of the assistant, or the completion; last: only the last message, if it is "
-        "the assistant's; all: every token. `train: true | false` in a message overrides this key.",
+        "the assistant's; all: every token. `train: true | false` or a weight in a message overrides this key.",
     )
     label_smoothing: LabelSmoothing = 0.0
     z_loss: ZLoss = 0.0

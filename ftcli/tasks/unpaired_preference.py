@@ -106,10 +106,6 @@ class Task(sft.Task):
         weighted = any("weight" in part.rows.column_names for part in parts)
         return parts, {"weighted": weighted, "pairs": "eval" in paired, **counts.get("train", LabelCounts())._asdict()}
 
-    def facts_of_rows(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts with the numbers of prepared training rows; some of the surveyed ones may be left out."""
-        return facts | self.count_answers(rows, facts)
-
     def describe_rows(self, facts: dict[str, Any]) -> list[str]:
         """Return a log line about the balance of both kinds of answers."""
         options = self.options

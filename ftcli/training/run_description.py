@@ -59,9 +59,14 @@ def describe_run(run: Run) -> list[str]:
 
 
 def _describe_rows(run: Run) -> list[str]:
-    """Return what the task reports about the training rows."""
+    """Return what the task reports about the training rows. Counts are those of rows that are not left out."""
     task: Any = run.task
-    return list(task.describe_rows(run.rows.facts)) if hasattr(task, "describe_rows") else []
+    if not hasattr(task, "describe_rows"):
+        return []
+    facts = run.rows.facts
+    if hasattr(task, "count_answers") and not run.rows.streamed:
+        facts = facts | {key: n for key, n in task.count_answers(run.rows.train, facts).items() if key in facts}
+    return list(task.describe_rows(facts))
 
 
 def _left_out_losses(run: Run) -> list[str]:

@@ -109,6 +109,18 @@ def test_balance_counts_the_rows_of_a_repeated_source_each_time(make_inputs: Mak
     assert sum(run.rows.train["label"]) == 51 and len(run.rows.train) == 66
 
 
+def test_balance_counts_no_rows_that_are_left_out(make_inputs: MakeInputs) -> None:
+    folder = make_inputs()
+    long, path = "word " * 200, folder / "labelled.jsonl"
+    made = [(f"p {n}", f"c {n}", n < 4) for n in range(8)] + [(f"q {n}", long, True) for n in range(12)]
+    made_rows = [dict(zip(("prompt", "completion", "label"), row, strict=True)) for row in made]
+    path.write_text("".join(json.dumps(row) + "\n" for row in made_rows))
+    data = {"train": str(path), "max_length": 128, "truncation": "drop"}
+    run = prepare(cell(folder, "unpaired", data=data, batch={"global_size": 4, "micro_size": 2}), cpu=True)
+    (line,) = [line for line in run.log_lines if "undesirable answers" in line]
+    assert line.startswith("4 desirable and 4 undesirable answers"), run.log_lines
+
+
 def test_losses_of_sources_have_the_baseline_of_all_rows(make_inputs: MakeInputs) -> None:
     folder = make_inputs()
     (folder / "others.jsonl").write_text((folder / "labelled.jsonl").read_text().replace("alpha", "gamma"))

@@ -369,11 +369,18 @@ def test_parity_into_a_used_folder_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "one").is_dir()
 
 
-def judged(tmp_path: Path, recipe: Recipe, runs: list[tuple[str, int, int, float]], dropout: float) -> parity.Parity:
-    """Judge runs written by hand: (profile, processes, micro size, loss of the second step)."""
+def judged(
+    tmp_path: Path, recipe: Recipe, runs: list[tuple[str, int, int, float]], dropout: float, **notes: float
+) -> parity.Parity:
+    """Judge runs written by hand: (profile, processes, micro size, loss of the second step), with notes of it."""
     planned = [parity.Combination(load_profile(name), world, size, size) for name, world, size, _ in runs]
     curves = [
-        a_run(tmp_path / one.folder, one.label, {2: {"loss": loss}}, dropout=dropout)
+        a_run(
+            tmp_path / one.folder,
+            one.label,
+            {2: {"loss": loss} | {f"train/{name}": note for name, note in notes.items()}},
+            dropout=dropout,
+        )
         for one, (*_, loss) in zip(planned, runs, strict=True)
     ]
     return parity._compare_runs("my.yaml", recipe, planned, curves, tmp_path)
@@ -386,6 +393,16 @@ def test_parity_without_dropout_compares_every_run_with_the_first(tmp_path: Path
     report = judged(tmp_path, a_recipe(tmp_path), RUNS, dropout=0.0)
     assert [(one.against, one.is_held) for one in report.comparisons] == [("single x1, micro 2", True)] * 3
     assert report.exit_code == 1 and report.notes == []
+
+
+def test_parity_says_which_notes_are_not_compared(tmp_path: Path) -> None:
+    for precision, expected in (
+        ("fp32", []),
+        ("bf16", ["not compared in bf16, because rounding may change them: train/accuracy"]),
+    ):
+        recipe = a_recipe(tmp_path, precision=precision)
+        report = judged(tmp_path / precision, recipe, RUNS[:2], dropout=0.0, accuracy=0.5, margin=1.0)
+        assert report.notes == expected
 
 
 @pytest.mark.parametrize("recipe", [{}, {"model": {"name": "", "batch_norm": "train"}}])

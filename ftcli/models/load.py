@@ -49,7 +49,7 @@ NEW_HEADS = declare(
     required=True,
 )
 # EfficientNet has drop_connect_rate, CvT and MGP-STR drop_rate and attention_drop_rate, SwiftFormer drop_mlp_rate.
-_DROPOUT_KEY = re.compile(r"dropout|_pdrop|drop_?path|drop_connect|(^|_)drop(_\w+)?_rate$")
+_DROPOUT_KEY = re.compile(r"dropout|_pdrop|drop_?path|(^|_)drop(_\w+)?_rate$")
 MAX_NEW_FRACTION = 0.2  # of the parameters; with more new ones the weights belong to another architecture
 
 

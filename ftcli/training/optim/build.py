@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ftcli.config.recipe import Recipe
-
-NORM = re.compile(r"[Nn]orm(\dd)?$")  # end of the names of classes such as LlamaRMSNorm and BatchNorm2d
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimizer:
@@ -78,7 +75,7 @@ def is_decayed(name: str, module: nn.Module, shape: Sequence[int]) -> bool:
         module: The module that has the parameter.
         shape: Its whole shape.
     """
-    return len(shape) >= 2 and not name.endswith("bias") and not NORM.search(type(module).__name__)
+    return len(shape) >= 2 and not name.endswith("bias") and not type(module).__name__.lower().endswith("norm")
 
 
 def _settings(model: nn.Module, name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:

@@ -702,6 +702,7 @@ def test_load_recipe_with_a_module_of_the_user_loads_its_task(recipe: Path, monk
             None,
             "no task 'no.such.module': no module 'no'\n    install its package, or start in ",
         ),
+        ("./mine.txt", "x = 1\n", "task './mine.txt' is not a Python file\n    give a file whose name ends in .py"),
         ("./mine1.py", "x = 1\n", "task './mine1.py' defines no Options and no Task\n    a task's file has "),
         ("./mine2.py", "raise OSError('boo')\n", "task './mine2.py' cannot be imported: OSError: boo"),
         (

@@ -143,6 +143,14 @@ def test_tools_may_be_a_list_or_json(tools: Any) -> None:
     assert convert({"messages": [USER, ANSWER], "tools": ""}, CHAT)["tools"] is None
 
 
+def test_call_that_has_only_a_name_has_no_arguments() -> None:
+    for call in ({"name": "f"}, {"name": "f", "id": "1", "type": "function", "index": 0}):
+        _, turn = convert({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}, CHAT)[
+            "messages"
+        ]
+        assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
 def test_convert_retains_nulls_in_arguments_and_schemas() -> None:
     given = {"city": "Oslo", "days": None}
     for arguments in (given, json.dumps(given)):
@@ -202,7 +210,10 @@ def test_prompts_stay_text() -> None:
             for call in ({"name": "f", key: {"city": "Oslo"}}, {"function": {"name": "f", key: {"city": "Oslo"}}})
         ),
         ({"conversations": [{"from": "function_call", "value": 5}]}, "message 1 has tool_calls that are not a list"),
-        ({"messages": [USER, ANSWER], "tools": '["a\\ud83d"]'}, "`tools`: contains half of a surrogate pair"),
+        *(
+            ({"messages": [USER, ANSWER], "tools": f'["a{half}"]'}, "`tools`: contains half of a surrogate pair")
+            for half in ("\\ud83d", "\\uD83D")
+        ),
         ({"messages": '[{"role": "user", "content": "a\\ud83d"}]'}, "messages: contains half of a surrogate pair"),
         ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, "`tools`: not JSON (nested too deeply)"),
         ({"messages": [USER, ANSWER | {"weight": -1}]}, "message 2 has weight -1; it must be a number, 0 or above"),

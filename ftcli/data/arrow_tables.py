@@ -107,6 +107,33 @@ def infer_numbers(rows: Dataset, text: Collection[str]) -> Dataset:
     return Dataset(table.replace_schema_metadata(None), fingerprint=uuid.uuid4().hex[:16])
 
 
+def first_invalid_row(rows: Dataset) -> int | None:
+    """Return the number, from 1, of the first row with text that is not UTF-8; None if all texts are valid.
+
+    Parquet files may have such texts. Reading one of them raises an exception that does not name the row.
+    """
+    start = 0
+    for batch in rows.data.table.to_batches():
+        for number in () if _is_valid(batch) else range(batch.num_rows):
+            try:
+                batch.slice(number, 1).to_pylist()
+            except UnicodeDecodeError:
+                return start + number + 1
+        start += batch.num_rows
+    return None
+
+
+def _is_valid(batch: pa.RecordBatch) -> bool:
+    """Return whether the values of all columns are valid, which takes far less time than to read them."""
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
 def _as_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
     """Return a text column as whole numbers, truth values or floats; None if it stays text."""
     import pyarrow as pa

@@ -179,12 +179,17 @@ def read_rows(
     Raises:
         InputError: The data is unreadable or empty, or lacks a column.
     """
+    from ftcli.data.arrow_tables import first_invalid_row
+
     check_source(source, {}, key=key)
     path = local_path(source.path)
     text_names = [columns.get(name, name) for name in text]
     rows = read_hub(source, text_names) if path is None else _read_local(path, text_names)
     if len(rows) == 0:
         raise InputError(f"{key}: {source.path} has no rows")
+    if (path is None or path.suffix == ".parquet") and (number := first_invalid_row(rows)) is not None:
+        message = f"{key}: row {number} of {source.path} has text that is not UTF-8"
+        raise InputError(message, hint="repair or remove the row; with data.streaming, data.max_bad_rows leaves it out")
     columns = columns if complete is None else complete(columns, rows.column_names)
     require_columns(rows.column_names, columns.values(), source.path)
     renamed = set(columns.values())

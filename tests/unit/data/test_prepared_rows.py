@@ -482,6 +482,24 @@ def written(rows: PreparedRows) -> list[tuple[int, int]]:
     return [(1 + 13 * row["row"], row["source"]) for row in beginnings]
 
 
+@pytest.mark.parametrize("bad", [0, 2999, 3001])  # also in another record batch than the first
+def test_parquet_row_with_text_that_is_not_utf_8_is_named(bad: int, tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    texts = [b"half a letter \xc3" if number == bad else b"text" for number in range(3002)]
+    column = pa.array(texts, pa.binary()).view(pa.string())
+    inner = pa.StructArray.from_arrays([column], ["content"])
+    nested = pa.ListArray.from_arrays(pa.array(range(3003), pa.int32()), inner)
+    for name, table in {"flat": {"text": column}, "nested": {"messages": nested}}.items():
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(pa.table(table), path, row_group_size=1500)
+        with pytest.raises(
+            InputError, match=rf"data.eval: row {bad + 1} of .*{name}.parquet has text that is not UTF-8"
+        ):
+            read_rows(Source(path=str(path)), {}, key="data.eval")
+
+
 def test_parquet_file_with_other_contents_and_the_same_modification_time_is_read_again(tmp_path: Path) -> None:
     from datasets import Dataset
 

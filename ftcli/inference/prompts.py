@@ -45,6 +45,7 @@ def collect_prompts(
     Raises:
         InputError: There is no prompt, `prompts` is a single one, or a conversation already has a system turn.
     """
+    prompts = prompts if isinstance(prompts, str) else list(prompts)  # perhaps an iterator
     if isinstance(prompts, str) or any(isinstance(item, Mapping) for item in prompts):
         what = "a text" if isinstance(prompts, str) else "the messages of a single one"
         hint = 'for one prompt give a list of one, such as ["Hello"] or [[{"role": "user", "content": "Hello"}]]'

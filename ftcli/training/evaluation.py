@@ -105,7 +105,7 @@ def _as_floats(metrics: dict[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             floats[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise InputError(
                 f"the task's `metrics` returned {shortened(repr(value))} for {name}, not a number",
                 hint="return floats; leave out what has no value",

@@ -20,6 +20,7 @@ from ftcli.config.load import read_recipe
 from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUME, InputError, RunError
 from ftcli.runtime.load_monitor import LoadMonitor
 from ftcli.runtime.process import current_rank
+from ftcli.runtime.reader_errors import user_path
 from ftcli.runtime.run_folder import RunFolder
 from ftcli.runtime.stop import StopRequest
 from ftcli.runtime.threads import wait_passively
@@ -100,7 +101,7 @@ def prepare(
             requested,
             output=output,
             cpu=cpu,
-            weights=None if weights is None else Path(weights),
+            weights=None if weights is None else user_path(weights, "weights"),
             dry_run=dry_run,
             resume=start,
             resume_anyway=resume_anyway,

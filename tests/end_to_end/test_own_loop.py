@@ -157,10 +157,14 @@ def test_evaluation_after_an_interrupted_step_is_refused_and_not_recorded(
     assert [row for row in RunFolder(tmp_path / "run").metrics() if "eval/loss" in row] == []
 
 
-def test_weights_of_a_run_may_be_a_text_and_other_folders_are_refused(inputs: Path, tmp_path: Path) -> None:
+def test_weights_of_a_run_may_be_a_text_and_other_folders_are_refused(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = ftcli.train(recipe(inputs), cpu=True, output=tmp_path / "run")
     expected = ftcli.evaluate(ftcli.prepare(recipe(inputs), cpu=True, weights=trained.final))
     assert ftcli.evaluate(ftcli.prepare(recipe(inputs), cpu=True, weights=str(trained.final))) == expected
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ftcli.evaluate(ftcli.prepare(recipe(inputs), cpu=True, weights="~/run/final")) == expected
     checkpoint = next((trained.path / "checkpoints").iterdir())
     for folder in (trained.path, checkpoint, tmp_path / "nowhere"):
         with pytest.raises(InputError, match=r"(?s)weights: .* has no config.json.*name the folder `final` of a run"):

@@ -21,7 +21,9 @@ SPEAKERS = {  # ShareGPT's name of a role -> OpenAI's
     "observation": "tool",
 }
 PLAIN = {"role", "content"}
-CALL_KEYS = {"name", "id", "type", "index"}  # of a call beside its arguments
+# Keys of a call that are not its arguments, and names that programs give to arguments.
+CALL_KEYS = {"name", "id", "call_id", "tool_call_id", "type", "index", "status", "description", "strict"}
+ARGUMENT_KEYS = ("arguments", "parameters", "input", "args")
 ROLES = ("user", "assistant", "system")  # roles of messages that need no conversion if they have no other key
 
 
@@ -81,8 +83,12 @@ def _tool_call(number: int, call: Any) -> Any:
         function = parse_json(function, f"message {number}")
     if not isinstance(function, dict) or "name" not in function:
         return call
-    if "arguments" not in function and (unread := sorted(function.keys() - CALL_KEYS)):
-        raise RowError(f"a tool call of message {number} has no `arguments`, but {', '.join(unread)}: rename the key")
+    if "arguments" not in function:
+        if unread := sorted(function.keys() - CALL_KEYS):
+            keys = ", ".join(unread)
+            raise RowError(f"a tool call of message {number} has no `arguments`, but {keys}: rename the key")
+        if beside := [key for key in ARGUMENT_KEYS if key in call]:
+            raise RowError(f"a tool call of message {number} has `{beside[0]}` beside `function`: put `arguments` in it")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_json(arguments or "{}", f"the arguments of message {number}")

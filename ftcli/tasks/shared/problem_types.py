@@ -51,6 +51,7 @@ class SingleLabel:
         self.labels, self.given = options.labels, option(options, "class_weights")
         self.smoothing: float = option(options, "label_smoothing")
         self.weights: Tensor | None = None
+        self.surveyed: list[float] | None = None  # balanced weights of all rows, also of those that are left out
         self.metric_names: tuple[str, ...] = CLASSIFICATION_METRICS
         self.terms = {NLL: Term(1 - self.smoothing), UNIFORM: Term(self.smoothing)} if self.smoothing else None
 
@@ -59,8 +60,9 @@ class SingleLabel:
         aligned, labels = align_labels(parts, self.labels)
         if self.given is None:
             return aligned, {"labels": labels}
-        if self.given == BALANCED:  # `facts_of_rows` replaces the weights; some of these rows may be left out
-            return aligned, {"labels": labels, "class_weights": [1.0] * len(labels)}
+        if self.given == BALANCED:
+            self.surveyed = _balanced(_count_names(aligned, labels))
+            return aligned, {"labels": labels, "class_weights": self.surveyed}
         try:
             check_weighted_labels(self.given, labels)
         except ValueError as error:
@@ -68,8 +70,13 @@ class SingleLabel:
         return aligned, {"labels": labels, "class_weights": [self.given.get(label, 1.0) for label in labels]}
 
     def facts_of_rows(self, rows: Dataset, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts with balanced class weights of the prepared training rows."""
-        if self.given != BALANCED:
+        """Return the facts with balanced class weights of the prepared training rows, which may be fewer.
+
+        A derived task retains class weights of its own, and those of `survey` if its rows have no class as a target.
+        """
+        target = rows.features.get("target")
+        is_class = str(getattr(target, "dtype", "")).startswith("int")
+        if self.surveyed is None or facts.get("class_weights") != self.surveyed or not is_class:
             return facts
         return facts | {"class_weights": _balanced(count_labels(rows, facts["labels"]))}
 
@@ -313,6 +320,17 @@ def is_real(targets: Tensor) -> Tensor:
     return ~(missing if missing.ndim == 1 else missing.all(-1))
 
 
+def _count_names(parts: Parts, labels: list[str]) -> dict[str, int]:
+    """Return the number of training rows of an epoch by label. Rows that are repeated count each time."""
+    counts = dict.fromkeys(labels, 0)
+    for part in (part for part in parts if part.split == "train"):
+        names = part.rows.select_columns([COLUMN])[:][COLUMN]
+        for name, times in zip(names, part.times_of_rows().tolist(), strict=True):
+            if name in counts:
+                counts[name] += times
+    return counts
+
+
 def _balanced(counts: dict[str, int]) -> list[float]:
     """Return rows / (labels x rows of the label) for each label, of the training rows of an epoch by label.
 
@@ -324,7 +342,7 @@ def _balanced(counts: dict[str, int]) -> list[float]:
     if missing := [label for label, count in counts.items() if not count]:
         raise InputError(
             f"task_options.class_weights: balanced: no training row has the label {missing[0]!r}",
-            hint="give weights by label, or remove the label from task_options.labels",
+            hint="give weights by label, or remove the label; rows that are held out, dropped or invalid do not count",
         )
     total = sum(counts.values())
     return [total / (len(counts) * count) for count in counts.values()]

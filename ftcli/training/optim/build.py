@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ftcli.config.recipe import Recipe
+
+# Ends of names of parameters: GPT-OSS has down_proj_bias, LeViT attention_biases, Swin relative_position_bias_table.
+BIAS = re.compile(r"bias(es)?(_table)?$")
+NORM = re.compile(r"([Nn]orm|GRN)$")  # of classes: LlamaRMSNorm, ConvNextV2GRN
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe, *, fused: bool) -> Optimizer:
@@ -68,14 +73,14 @@ def is_decayed(name: str, module: nn.Module, shape: Sequence[int]) -> bool:
     """Return whether weight decay applies to a parameter: not to biases and norms.
 
     Most of them have fewer than two dimensions. Some have more: biases of experts (GPT-OSS), biases by attention head
-    (XLNet), and norms by attention head (Cohere).
+    (XLNet), also by distance (Swin, LeViT), norms by attention head (Cohere), and global response norms (ConvNeXt V2).
 
     Args:
         name: Name of the parameter.
         module: The module that has the parameter.
         shape: Its whole shape.
     """
-    return len(shape) >= 2 and not name.endswith("bias") and not type(module).__name__.lower().endswith("norm")
+    return len(shape) >= 2 and not BIAS.search(name) and not NORM.search(type(module).__name__)
 
 
 def _settings(model: nn.Module, name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[float, float]:

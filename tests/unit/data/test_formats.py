@@ -209,6 +209,13 @@ def test_prompts_stay_text() -> None:
             for key in ("parameters", "input")
             for call in ({"name": "f", key: {"city": "Oslo"}}, {"function": {"name": "f", key: {"city": "Oslo"}}})
         ),
+        *(
+            (
+                {"messages": [USER, ANSWER | {"tool_calls": [{"function": {"name": "f"}, key: {"city": "Oslo"}}]}]},
+                f"a tool call of message 2 has `{key}` beside `function`: put `arguments` in it",
+            )
+            for key in ("arguments", "parameters")
+        ),
         ({"conversations": [{"from": "function_call", "value": 5}]}, "message 1 has tool_calls that are not a list"),
         *(
             ({"messages": [USER, ANSWER], "tools": f'["a{half}"]'}, "`tools`: contains half of a surrogate pair")

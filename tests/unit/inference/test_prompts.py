@@ -126,6 +126,11 @@ def test_numbers_out_of_range_are_refused(numbers: tuple[int, float, float]) -> 
         sampling_options(*numbers, seed=0)
 
 
+def test_collect_prompts_takes_an_iterator() -> None:
+    prompts: Any = (text for text in ("Hello", "Goodbye"))
+    assert [prompt.content for prompt in collect_prompts(prompts)] == ["Hello", "Goodbye"]
+
+
 @pytest.mark.parametrize("prompts", ["Hello", [{"role": "user", "content": "Hello"}]])
 def test_single_prompt_in_place_of_a_list_is_refused(prompts: Any) -> None:
     with pytest.raises(InputError, match="prompts must be a list of prompts"):

@@ -21,7 +21,7 @@ from ftcli.tasks.build import build_task
 from ftcli.tasks.protocol import Term
 from ftcli.tasks.shared.metric_names import check_metric
 from ftcli.tasks.shared.problem_types import MultiLabel, Regression, SingleLabel, collate_targets, is_real
-from ftcli.tasks.text_classification import Options
+from ftcli.tasks.text_classification import Options, Task
 
 from ....support.cells import cell
 from ....support.recipes import minimal_values
@@ -165,6 +165,32 @@ def test_balanced_weights_count_no_rows_that_are_left_out(model: Path, tmp_path:
     rows = prepare_rows(recipe, build_task(recipe))
     assert len(rows.train) == 10
     assert rows.facts["class_weights"] == pytest.approx([10 / 18, 10 / 9, 10 / 3])
+
+
+def test_derived_task_keeps_its_own_class_weights_and_may_have_rows_without_classes(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"text": "text", "label": label}) + "\n" for label in "xxxy"))
+
+    class OwnWeights(Task):
+        def survey_parts(self, parts: Any) -> Any:
+            parts, facts = super().survey_parts(parts)
+            return parts, facts | {"class_weights": [math.sqrt(weight) for weight in facts["class_weights"]]}
+
+    class SoftTargets(Task):
+        def encode(self, row: Any, facts: dict[str, Any]) -> list[Any]:
+            return [one | {"target": [0.5, 0.5]} for one in super().encode(row, facts)]
+
+    class OtherColumn(Task):
+        def encode(self, row: Any, facts: dict[str, Any]) -> list[Any]:
+            return [one | {"class": one.pop("target")} for one in super().encode(row, facts)]
+
+    recipe = recipe_of(model, {"class_weights": "balanced"}, {"train": str(path)})
+    balanced = [4 / 6, 4 / 2]
+    kinds = {OwnWeights: [math.sqrt(weight) for weight in balanced], SoftTargets: balanced, OtherColumn: balanced}
+    for seed, (kind, expected) in enumerate(kinds.items()):
+        changed = recipe.model_copy(update={"seed": seed})  # other rows in the cache
+        facts = prepare_rows(changed, kind(changed, Options(class_weights="balanced"))).facts
+        assert facts["class_weights"] == pytest.approx(expected)
 
 
 def test_lists_of_labels_become_truth_values_of_sorted_names(prepared: Any) -> None:

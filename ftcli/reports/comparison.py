@@ -87,6 +87,8 @@ class Curve:
 
     def is_sensitive(self, key: str) -> bool:
         """Return whether rounding may change a value by any amount. A source or a label may be part of its key."""
+        if key.endswith("/loss"):  # of a source, which may have the name of a metric
+            return key.partition("/")[2] in self.uncompared
         return any(f"/{metric}/" in f"/{key}/" for metric in self.uncompared)
 
 

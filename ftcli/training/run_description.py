@@ -64,8 +64,10 @@ def _describe_rows(run: Run) -> list[str]:
     if not hasattr(task, "describe_rows"):
         return []
     facts = run.rows.facts
-    if hasattr(task, "count_answers") and not run.rows.streamed:
-        facts = facts | {key: n for key, n in task.count_answers(run.rows.train, facts).items() if key in facts}
+    columns = getattr(task, "answer_columns", ())  # a derived task may have others
+    if hasattr(task, "count_answers") and not run.rows.streamed and {*columns} <= {*run.rows.train.column_names}:
+        counts = task.count_answers(run.rows.train, facts)
+        facts = facts | {key: count for key, count in counts.items() if isinstance(facts.get(key), int)}
     return list(task.describe_rows(facts))
 
 

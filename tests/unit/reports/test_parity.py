@@ -153,6 +153,17 @@ def test_parity_compares_counts_of_rows_where_rounding_hardly_changes_them(tmp_p
     assert sentence(counting("f1", **{"f1/red": 0.4}), reference, "fp32") == ""
 
 
+def test_parity_compares_the_loss_of_a_source_with_the_name_of_a_metric(tmp_path: Path) -> None:
+    def with_source(label: str, trained: float, evaluated: float) -> Curve:
+        changes = {step: {"train/accuracy/loss": trained} for step in range(1, STEPS + 1)}
+        return a_run(tmp_path / label, label, changes, further={"eval/accuracy/loss": evaluated})
+
+    reference = with_source("single", 2.0, 2.0)
+    assert not sensitive_notes(reference)
+    assert "train/accuracy/loss leaves the tolerance" in sentence(with_source("a", 2.1, 2.0), reference, "bf16")
+    assert "eval/accuracy/loss leaves the tolerance" in sentence(with_source("b", 2.0, 2.1), reference, "bf16")
+
+
 INF, NAN = float("inf"), float("nan")
 
 

@@ -88,7 +88,9 @@ def _tool_call(number: int, call: Any) -> Any:
             keys = ", ".join(unread)
             raise RowError(f"a tool call of message {number} has no `arguments`, but {keys}: rename the key")
         if beside := [key for key in ARGUMENT_KEYS if key in call]:
-            raise RowError(f"a tool call of message {number} has `{beside[0]}` beside `function`: put `arguments` in it")
+            raise RowError(
+                f"a tool call of message {number} has `{beside[0]}` beside `function`: put `arguments` in it"
+            )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parse_json(arguments or "{}", f"the arguments of message {number}")

@@ -167,7 +167,9 @@ def test_balanced_weights_count_no_rows_that_are_left_out(model: Path, tmp_path:
     assert rows.facts["class_weights"] == pytest.approx([10 / 18, 10 / 9, 10 / 3])
 
 
-def test_derived_task_keeps_its_own_class_weights_and_may_have_rows_without_classes(model: Path, tmp_path: Path) -> None:
+def test_derived_task_keeps_its_own_class_weights_and_may_have_rows_without_classes(
+    model: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps({"text": "text", "label": label}) + "\n" for label in "xxxy"))
 

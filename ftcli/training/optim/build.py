@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
     from ftcli.config.recipe import Recipe
 
-# Ends of names of parameters: GPT-OSS has down_proj_bias, LeViT attention_biases, Swin relative_position_bias_table.
-BIAS = re.compile(r"bias(es)?(_table)?$")
+# Ends of names of parameters: down_proj_bias of GPT-OSS, attention_biases of LeViT, relative_position_bias_table of
+# Swin, relative_attention_bias.weight of T5.
+BIAS = re.compile(r"bias(es)?(_table|\.weight)?$")
 NORM = re.compile(r"([Nn]orm|GRN)$")  # of classes: LlamaRMSNorm, ConvNextV2GRN
 
 
@@ -73,7 +74,7 @@ def is_decayed(name: str, module: nn.Module, shape: Sequence[int]) -> bool:
     """Return whether weight decay applies to a parameter: not to biases and norms.
 
     Most of them have fewer than two dimensions. Some have more: biases of experts (GPT-OSS), biases by attention head
-    (XLNet), also by distance (Swin, LeViT), norms by attention head (Cohere), and global response norms (ConvNeXt V2).
+    (XLNet) and by distance (Swin, LeViT, T5), norms by attention head (Cohere), global response norms (ConvNeXt V2).
 
     Args:
         name: Name of the parameter.

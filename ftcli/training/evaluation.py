@@ -104,6 +104,8 @@ def _as_floats(metrics: dict[str, Any]) -> dict[str, float]:
     floats = {}
     for name, value in metrics.items():
         try:
+            if isinstance(value, str):
+                raise TypeError("a text")
             floats[name] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise InputError(

@@ -23,22 +23,18 @@ class Tolerance:
         loss: Relative difference of losses, including losses of evaluations.
         grad_norm: Relative difference of gradient norms.
         weights: Root mean square difference of final weights, divided by the sum of all learning rates.
-        compares_sensitive_notes: Whether notes that rounding may change by any amount are compared too, with the
-            tolerance of losses (`TaskProperties.uncompared_metrics`).
     """
 
     loss: float
     grad_norm: float
     weights: float
-    compares_sensitive_notes: bool = False
 
 
 # Differences come from another order of sums, of float32 (24 bits) or of products in bfloat16 (8 bits). The tolerance
 # of weights is wide, because AdamW makes a full step for a gradient that consists of rounding errors only. The scales
-# of fp8 depend on the micro-batch. A row that is missing from the loss changes it by far more than these tolerances. In
-# fp32 few scores are so near to each other that rounding changes their order, so that a wrong count of rows shows.
+# of fp8 depend on the micro-batch. A row that is missing from the loss changes it by far more than these tolerances.
 TOLERANCES = {
-    "fp32": Tolerance(1e-5, 1e-4, 0.05, compares_sensitive_notes=True),
+    "fp32": Tolerance(1e-5, 1e-4, 0.05),
     "fp16": Tolerance(2e-3, 2e-2, 0.5),
     "bf16": Tolerance(4e-3, 3e-2, 0.5),
     "bf16_pure": Tolerance(2e-2, 1e-1, 1.0),
@@ -55,7 +51,7 @@ class Curve:
         rows: Rows of metrics in the order of time.
         start: Digests of the initial weights, by name.
         final: Folder of the final weights.
-        uncompared: Metrics and notes that rounding may change by any amount (`TaskProperties.uncompared_metrics`).
+        uncompared: Metrics of evaluations that rounding may change by any amount (`TaskProperties`).
     """
 
     label: str
@@ -75,21 +71,14 @@ class Curve:
         """Rows of optimizer steps."""
         return [row for row in self.rows if "loss" in row]
 
-    @property
-    def notes(self) -> set[str]:
-        """Keys of means of terms, notes and sources in rows of optimizer steps."""
-        return {name for row in self.training for name in row if name.startswith(FURTHER)}
-
-    @property
-    def evaluated(self) -> set[str]:
-        """Keys of the metrics of evaluations."""
-        return {name for row in self.rows for name in row if name.startswith(EVALUATED)}
-
-    def is_sensitive(self, key: str) -> bool:
-        """Return whether rounding may change a value by any amount. A source or a label may be part of its key."""
-        if key.endswith("/loss"):  # of a source, which may have the name of a metric
-            return key.partition("/")[2] in self.uncompared
-        return any(f"/{metric}/" in f"/{key}/" for metric in self.uncompared)
+    def compares(self, name: str) -> bool:
+        """Return whether a key is a metric of an evaluation that is compared. A source or a label may be part of it."""
+        if not name.startswith(EVALUATED):
+            return False
+        metric = name.removeprefix(EVALUATED)
+        if metric.endswith("/loss"):  # of a source, which may have the name of a metric
+            return metric not in self.uncompared
+        return not any(f"/{uncompared}/" in f"/{metric}/" for uncompared in self.uncompared)
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ def compare(run: Curve, reference: Curve, tolerance: Tolerance, *, is_held: bool
     """
     pairs = list(_common_rows(run, reference))
     training = [(a, b) for a, b in pairs if "loss" in b]
-    names = _watched_names(run, reference, tolerance)
+    names = _watched_names(run, reference)
     further = [value for a, b in pairs for _, value in _further(a, b, names) if value is not None]
     evaluations = [relative(a, b, EVALUATION_LOSS) for a, b in pairs if EVALUATION_LOSS in b]
     weights = distance(run.final, reference.final, sum(row["learning_rate"] for row in reference.training))
@@ -202,22 +191,12 @@ def relative(run: dict[str, Any], reference: dict[str, Any], name: str) -> float
     return abs(difference(run[name], reference[name]))
 
 
-def sensitive_notes(curve: Curve) -> list[str]:
-    """Return the keys of the notes of a run that rounding may change by any amount."""
-    return sorted(filter(curve.is_sensitive, curve.notes))
-
-
-def _watched_names(run: Curve, reference: Curve, tolerance: Tolerance) -> set[str]:
-    """Return the keys of terms, notes and sources in rows of training, and of all compared metrics of evaluations.
-
-    Where sensitive notes are compared, so are the metrics of evaluations with their names, in total and by source.
-    """
-    notes, evaluated = run.notes | reference.notes, run.evaluated | reference.evaluated
-    if not tolerance.compares_sensitive_notes:
-        notes = {key for key in notes if not reference.is_sensitive(key)}
-    ends = tuple(f"/{key.removeprefix(FURTHER)}" for key in notes)
-    metrics = {key for key in evaluated if key.endswith(ends) or not reference.is_sensitive(key)}
-    return notes | (metrics - {EVALUATION_LOSS})
+def _watched_names(run: Curve, reference: Curve) -> set[str]:
+    """Return the keys of terms, notes and sources in rows of training, and of all compared metrics of evaluations."""
+    names = {name for curve in (run, reference) for row in curve.training for name in row if name.startswith(FURTHER)}
+    twins = {EVALUATED + name.removeprefix(FURTHER) for name in names}
+    others = {name for curve in (run, reference) for row in curve.rows for name in row if curve.compares(name)}
+    return names | twins | (others - {EVALUATION_LOSS})
 
 
 def _further(run: dict[str, Any], reference: dict[str, Any], names: set[str]) -> Iterator[tuple[str, float | None]]:
@@ -258,7 +237,7 @@ def _find_departures(
             yield Departure(label, f"initial weight {name}", None, mine, other)
     limits = [(name, words, getattr(tolerance, name)) for name, words in STEP_QUANTITIES.items()]
     limits.append((EVALUATION_LOSS, "evaluation loss", tolerance.loss))
-    names = _watched_names(run, reference, tolerance)
+    names = _watched_names(run, reference)
     for a, b in _common_rows(run, reference):
         for name, words in IDENTICAL:
             if a.get(name) != b.get(name):

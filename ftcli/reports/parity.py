@@ -18,15 +18,7 @@ from ftcli.config.plan import derive_batches, derive_plan
 from ftcli.launch.preflight import check_inputs
 from ftcli.launch.processes import check_devices, count_processes
 from ftcli.launch.supervisor import LaunchError
-from ftcli.reports.comparison import (
-    TOLERANCES,
-    Comparison,
-    Curve,
-    Tolerance,
-    compare,
-    comparison_table,
-    sensitive_notes,
-)
+from ftcli.reports.comparison import TOLERANCES, Comparison, Curve, Tolerance, compare, comparison_table
 from ftcli.reports.curves import draw_curves
 from ftcli.runtime.errors import EXIT_DONE, EXIT_FAILED, InputError, Problem
 from ftcli.runtime.log import log_line
@@ -290,8 +282,6 @@ def _compare_runs(
     tolerance = TOLERANCES[recipe.precision]
     dropout = RunFolder(folder / planned[0].folder).start()["dropout"]
     reasons = _inexactness_reasons(recipe, dropout)
-    if (notes := sensitive_notes(curves[0])) and not tolerance.compares_sensitive_notes:
-        reasons.append(f"not compared in {recipe.precision}, because rounding may change them: {', '.join(notes)}")
     references: dict[tuple[int, ...], Curve] = {}  # one for all runs, or for each group of runs that can be equal
     comparisons = []
     for combination, curve in zip(planned, curves, strict=True):

@@ -314,8 +314,7 @@ class TaskProperties:
         exported_part: Name of the submodule that final weights and exports contain. The rest of the model only serves
             the training. Default: the whole model.
         uncompared_metrics: Metrics of an evaluation that rounding may change by any amount: counts of rows (accuracy),
-            ranks, values of one row, exp(loss). `ftcli parity` does not compare them, nor with a source or a label. In
-            fp32 it does if the task has a note of the same name.
+            ranks, values of one row, exp(loss). `ftcli parity` does not compare them, nor with a source or a label.
     """
 
     formats: tuple[str, ...] = ()

@@ -81,8 +81,7 @@ class Task:
     needs_tokenizer = True
     answers_per_row = 2
     metric_names: tuple[str, ...] = METRICS
-    # Values of one row, a count of rows, and a mean that the loss, which reads differences, does not determine.
-    uncompared_metrics: tuple[str, ...] = ("min_reward", "max_reward", "accuracy", "mean_reward")
+    uncompared_metrics: tuple[str, ...] = ("min_reward", "max_reward")  # rounding of one row is not averaged
     starting_recipe: Mapping[str, Mapping[str, Any]] = {
         "data": {"max_length": 1024},
         "batch": {"global_size": 32},

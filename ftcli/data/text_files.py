@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, BinaryIO, NamedTuple
 
-from ftcli.data.chat.json_values import HALF_PAIR, is_encodable, json_error
+from ftcli.data.chat.json_values import HALF_PAIR, has_half_pair, json_error, may_have_half_pair
 from ftcli.runtime.errors import RowError
 
 Row = dict[str, Any]
@@ -170,14 +170,14 @@ def _parse_json(unit: tuple[int, bytes] | UnreadableRow) -> Row | RowError:
         return UnreadableRow("is not UTF-8 text", number)
     except (ValueError, RecursionError) as error:
         return UnreadableRow(f"is not JSON: {json_error(error)}", number)
-    return _json_row(row, number, has_surrogates=b"\\ud" in line or b"\\uD" in line)
+    return _json_row(row, number, has_surrogates=may_have_half_pair(line))
 
 
 def _json_row(row: Any, number: int, *, has_surrogates: bool) -> Row | RowError:
     """Return a JSON value as a row, or the error if it is not one."""
     if not isinstance(row, dict):
         return UnreadableRow("is not a JSON object", number)
-    if has_surrogates and not is_encodable(row):
+    if has_surrogates and has_half_pair(row):
         return UnreadableRow(HALF_PAIR, number)
     return row
 
@@ -204,7 +204,7 @@ def _split_json(file: BinaryIO, field: str | None = None) -> Iterator[Row | RowE
     except UnicodeDecodeError as error:
         yield UnreadableRow("is not UTF-8 text", raw.count(b"\n", 0, error.start) + 1)
         return
-    has_surrogates = "\\ud" in text or "\\uD" in text
+    has_surrogates = may_have_half_pair(text)
     try:
         for value in _json_values(text) if field is None else _json_values_of(text, field):
             yield _json_row(value, 0, has_surrogates=has_surrogates)

@@ -119,20 +119,25 @@ def test_steps_of_an_older_loop_after_a_new_one_are_refused(inputs: Path) -> Non
     assert next(newer).number == 3
 
 
-def test_steps_and_a_save_after_an_interrupted_step_raise_an_error_with_the_reason(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
-    loop = ftcli.steps(run)
-    next(loop)
+def interrupt_second_step(run: Run, monkeypatch: pytest.MonkeyPatch, owner: Any, function: str) -> None:
+    """Train a step, and interrupt the second one when it calls a function of `owner`."""
 
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
+    loop = ftcli.steps(run)
+    next(loop)
     with monkeypatch.context() as patch:
-        patch.setattr(run.task, "loss", interrupt)
+        patch.setattr(owner, function, interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(loop)
+
+
+def test_steps_and_a_save_after_an_interrupted_step_raise_an_error_with_the_reason(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
+    interrupt_second_step(run, monkeypatch, run.task, "loss")
     for use in (lambda: next(ftcli.steps(run)), lambda: save_checkpoint(run, run.position)):
         with pytest.raises(RunError, match=r"step 2 was interrupted before it was complete.*resume=CHECKPOINT"):
             use()
@@ -142,16 +147,8 @@ def test_evaluation_after_an_interrupted_step_is_refused_and_not_recorded(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ftcli.prepare(recipe(inputs), cpu=True, output=tmp_path / "run")
-    loop = ftcli.steps(run)
-    next(loop)
-
-    def interrupt() -> bool:  # the weights are those of step 2 by then
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run.guard, "check_previous_step", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            next(loop)
+    # The weights are those of step 2 by then.
+    interrupt_second_step(run, monkeypatch, run.guard, "check_previous_step")
     with pytest.raises(RunError, match="step 2 was interrupted before it was complete"):
         ftcli.evaluate(run)
     assert [row for row in RunFolder(tmp_path / "run").metrics() if "eval/loss" in row] == []

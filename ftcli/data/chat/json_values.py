@@ -15,15 +15,17 @@ def json_error(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
 
 
-def has_half_pair(text: str, value: Any) -> bool:
-    """Return whether a value that was parsed from JSON text contains half of a surrogate pair."""
-    return ("\\ud" in text or "\\uD" in text) and not is_encodable(value)
+def may_have_half_pair(text: str | bytes) -> bool:
+    """Return whether JSON text writes a surrogate as an escape. Few texts do, so that few values are searched."""
+    if isinstance(text, bytes):
+        return b"\\ud" in text or b"\\uD" in text
+    return "\\ud" in text or "\\uD" in text
 
 
-def is_encodable(value: Any) -> bool:
-    """Return whether all texts of a JSON value are valid. Tokenizers fail on half of a surrogate pair."""
+def has_half_pair(value: Any) -> bool:
+    """Return whether a text of a JSON value contains half of a surrogate pair. Tokenizers fail on it."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return True
+    return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ftcli.data.chat.json_values import HALF_PAIR, has_half_pair, json_error
+from ftcli.data.chat.json_values import HALF_PAIR, has_half_pair, json_error, may_have_half_pair
 from ftcli.data.chat.weights import weight_of
 from ftcli.runtime.errors import RowError
 
@@ -126,6 +126,6 @@ def parse_json(text: str, what: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what}: not JSON ({json_error(error)})") from None
-    if has_half_pair(text, value):
+    if may_have_half_pair(text) and has_half_pair(value):
         raise RowError(f"{what}: {HALF_PAIR}")
     return value
